@@ -17,11 +17,14 @@ from fuzzing.vectors import as_rows, combine_rows, constant
 from fuzzing.witness import Witness
 from support.table import NEW_JAX, _accumulate
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for too long on more ranks than cores"),
-]
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for too long on more ranks than cores")
 OPTIONS = programs.Options(used=not NEW_JAX, documented=True)
+
+
+def at_night(values):
+    """Parameters of which the first is tested with each change."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.nightly) for value in others)]
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +41,18 @@ def judge_program(judge, seed, size, order, options):
     assert verdict != "wrong", f"seed {seed} on {size} ranks, {check}: {why}"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", at_night(range(20)))
 def test_first_order(seed, judge, size):
     judge_program(judge, seed, size, 1, OPTIONS)
 
 
-@pytest.mark.parametrize("seed", range(100, 105))
+@pytest.mark.parametrize("seed", at_night(range(104, 99, -1)))
 def test_second_order(seed, judge, size):
     judge_program(judge, seed, size, 2, OPTIONS)
 
 
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("order", at_night([1, 2]))
+@pytest.mark.parametrize("seed", at_night(range(4)))
 def test_documented_operations_without_structure(seed, order, judge, size):
     """Without any structure, ranks that differ often."""
     judge_program(judge, seed, size, order, programs.Options((), 0.5, OPTIONS.used, documented=True))
@@ -120,7 +123,7 @@ WRONG_MAPS = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG_MAPS)
+@pytest.mark.parametrize("fault", at_night(WRONG_MAPS))
 def test_wrong_maps_are_noticed(fault, judge, size, monkeypatch):
     if size == 1:
         pytest.skip("there are no copies")
@@ -160,7 +163,7 @@ WRONG_MOVES = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG_MOVES)
+@pytest.mark.parametrize("fault", at_night(WRONG_MOVES))
 def test_wrong_moves_are_noticed(fault, judge, size, monkeypatch):
     name, mode, wrong = WRONG_MOVES[fault]
     some = tuple(2 if rank < size - 1 else 3 for rank in range(size))

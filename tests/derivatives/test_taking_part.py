@@ -18,10 +18,13 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.derivatives import between_ranks, check, draw, needs_new_jax
+from support.derivatives import Map, between_ranks, check, check_all, check_wrapped, draw, needs_new_jax
+from support.rows import each, rows
 
 few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
-pytestmark = [needs_new_jax, pytest.mark.ranks(2), pytest.mark.slow, few]
+pytestmark = [needs_new_jax, pytest.mark.ranks(2), few]
+EAGER = lambda f: f  # noqa: E731
+WRAPS = {"plain": EAGER, "jit": jax.jit, "jaxmpi": jaxmpi.jit}
 JITS = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
 
 
@@ -50,14 +53,18 @@ def send_and_stop(x):
     return lax.stop_gradient(x)
 
 
-@pytest.mark.parametrize(
-    "sender",
-    [send_alone, send_and_count, send_and_stop, jax.jit(send_alone), lambda x: jax.jit(send_and_count)(x)],
-    ids=["nothing", "integer", "stopped", "jit", "jit-integer"],
-)
-@JITS
-def test_checkpoint_without_a_differentiable_result(sender, jit, comm, rank):
-    def f(x):
+SENDERS = {
+    "nothing": send_alone,
+    "integer": send_and_count,
+    "stopped": send_and_stop,
+    "jit": jax.jit(send_alone),
+    "jit-integer": lambda x: jax.jit(send_and_count)(x),
+}
+
+
+@rows("names", SENDERS)
+def test_checkpoint_without_a_differentiable_result(names, comm, rank):
+    def f(x, sender):
         if rank == 0:
             jax.checkpoint(sender)(x * 3)
             return 0.0 * jnp.sum(x)
@@ -66,16 +73,19 @@ def test_checkpoint_without_a_differentiable_result(sender, jit, comm, rank):
         return 0.0 * jnp.sum(x)
 
     x = draw((2,), float, rank, 0)
-    check(f, x, comm)
-    gradient = jit(jax.grad(f))(x)
-    np.testing.assert_array_equal(gradient, [21, 21] if rank == 0 else [0, 0])
+    fs = {name: lambda x, name=name: f(x, SENDERS[name]) for name in names}
+    check_all([Map(name, g, x) for name, g in fs.items()], comm)
+    for way in WRAPS.values():
+        gradients = way(lambda x: {name: jax.grad(g)(x) for name, g in fs.items()})(x)
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(gradient, [21, 21] if rank == 0 else [0, 0], err_msg=name)
 
 
 @pytest.mark.nightly
 @JITS
 def test_second_derivative_of_checkpoints(jit, comm, rank, size):
     """Operations whose operand is constant on one rank, and the messages that come after them."""
-    for operation in between_ranks(rank, size):
+    for operation in between_ranks(rank, size).values():
 
         @jax.checkpoint
         def body(x, operation=operation):
@@ -113,28 +123,37 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("inner", INNER)
-@JITS
-def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(inner, jit, comm, rank, size):
+@pytest.mark.parametrize(
+    "names",
+    [["scan", "jit"], pytest.param(["nested", "branch", "checkpoint"], marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
+def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(names, comm, rank, size):
     """All operands of what is inside the checkpoint are constants on one rank."""
 
     def step(c):
         return jnp.sin(notoken.allreduce(0.5 * c, MPI.SUM))
 
-    def loss(x, remember):
+    def loss(x, inner, remember):
         y = remember(lambda x: INNER[inner](step, x if rank == 0 else jnp.arange(3.0)))(x)
         return jnp.sum(y**2) + jnp.sum(x**3)
 
-    def twice(x, remember):
-        return jnp.sum(jax.grad(loss)(x, remember) ** 2)
+    def twice(inner, remember):
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, inner, remember) ** 2))
 
     x = draw((3,), float, rank, 0)
-    plain = jax.grad(twice)(x, lambda f: f)
-    np.testing.assert_allclose(jit(jax.grad(lambda x: twice(x, jax.checkpoint)))(x), plain, rtol=1e-10, atol=1e-12)
-    check(jit(jax.grad(lambda x: loss(x, jax.checkpoint))), x, comm, rtol=1e-10)
+    plain = jax.jit(lambda x: [twice(name, EAGER)(x) for name in names])(x)
+    for way in (jax.jit, jaxmpi.jit):
+        found = way(lambda x: [twice(name, jax.checkpoint)(x) for name in names])(x)
+        np.testing.assert_allclose(found, plain, rtol=1e-10, atol=1e-12)
+    maps = [Map(name, jax.grad(lambda x, name=name: loss(x, name, jax.checkpoint)), x, 1e-10) for name in names]
+    check_all(maps, comm)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(policy, marks=[] if policy == "nothing_saveable" else pytest.mark.nightly) for policy in POLICIES],
+)
 def test_checkpoint_around_loops_of_checkpoints(policy, comm, rank, size):
     """What a step communicates is constant on one rank, in a jitted checkpoint and in a loop of its own."""
     remember = functools.partial(jax.checkpoint, policy=POLICIES[policy])
@@ -156,8 +175,7 @@ def test_checkpoint_around_loops_of_checkpoints(policy, comm, rank, size):
     def f(x):
         return lax.scan(step, x, None, length=2)[0]
 
-    x = draw((2,), float, rank, 0)
-    check(f, x, comm, compiled=True)
+    check(f, draw((2,), float, rank, 0), comm)
 
 
 # --- functions with derivatives of their own -------------------------------------------------------------------------
@@ -177,22 +195,21 @@ def solve_spread(b, w):
     return lax.custom_linear_solve(matvec, b, solve, transpose_solve=solve)
 
 
-@pytest.mark.parametrize("constant", ["side", "matrix", "both"])
-@JITS
-def test_linear_solve_of_constants(jit, constant, comm, rank, size):
+@rows("constants", ["side", "matrix", "both"])
+def test_linear_solve_of_constants(constants, comm, rank, size):
     """A right-hand side, or a matrix, or both, that are constants on rank 0 alone."""
 
-    def f(x):
+    def f(x, constant):
         b = jnp.ones(2) if rank == 0 and constant != "matrix" else x
         w = jnp.full(2, 0.5) if rank == 0 and constant != "side" else jnp.cos(x)
         return jnp.sin(solve_spread(b, w)) + x
 
     x = draw((2,), float, rank, 0)
-    check(jit(f), x, comm, rtol=1e-9, compiled=jit is jax.jit)
+    wraps = dict(zip(("side", "matrix", "both"), WRAPS.values(), strict=True))
+    check_all([Map(name, wraps[name](lambda x, name=name: f(x, name)), x, 1e-9) for name in constants], comm)
 
 
-@JITS
-def test_linear_solve_whose_matrix_depends_on_one_rank_alone(jit, comm, rank, size):
+def test_linear_solve_whose_matrix_depends_on_one_rank_alone(comm, rank, size):
     """Rank 0's matrix has a value inside, the others' none at all."""
 
     def f(x):
@@ -205,7 +222,7 @@ def test_linear_solve_whose_matrix_depends_on_one_rank_alone(jit, comm, rank, si
 
         return lax.custom_linear_solve(matvec, x, solve, transpose_solve=solve)
 
-    check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
+    check_wrapped(lambda wrap: wrap(f), draw((2,), float, rank, 0), WRAPS, comm, 1e-9)
 
 
 @pytest.mark.nightly
@@ -296,12 +313,10 @@ def test_transposed_product_with_what_was_communicated(function):
         jax.linear_transpose(f, jnp.ones(2))(jnp.ones(2))
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "reverse"])
-@JITS
-def test_root_of_constants(jit, transposed, comm, rank, size):
+def test_root_of_constants(comm, rank, size):
     """u + tanh(u's neighbour) / 4 = x, where x is a constant on rank 0."""
 
-    def root(x):
+    def root(x, transposed):
         def equation(u):
             ring = notoken.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
             return u + jnp.tanh(ring) / 4 - x
@@ -315,21 +330,22 @@ def test_root_of_constants(jit, transposed, comm, rank, size):
 
         return lax.custom_root(equation, jnp.zeros(2), solve, tangent_solve)
 
-    def f(x):
-        return root(jnp.ones(2) if rank == 0 else x) * x
+    def f(x, transposed):
+        return root(jnp.ones(2) if rank == 0 else x, transposed) * x
 
-    if transposed and hasattr(solves, "_RootLinearMap"):
-        with pytest.raises(NotImplementedError, match="cannot be transposed"):
-            jax.vjp(jit(f), jnp.ones(2))
-        return
-    if transposed:
-        check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
-        return
-    v = draw((2,), float, rank, 1)
-    x = draw((2,), float, rank, 0)
-    _, tangent = jit(lambda x, v: jax.jvp(f, (x,), (v,)))(x, v)
-    difference = (f(x + 1e-6 * v) - f(x - 1e-6 * v)) / 2e-6
-    np.testing.assert_allclose(tangent, difference, rtol=1e-6, atol=1e-8)
+    x, v = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    reverse = [Map(name, wrap(lambda x: f(x, True)), x, 1e-9) for name, wrap in WRAPS.items()]
+    if hasattr(solves, "_RootLinearMap"):
+        for root_of in reverse:
+            with pytest.raises(NotImplementedError, match="cannot be transposed"):
+                jax.vjp(root_of.f, x)
+    else:
+        check_all(reverse, comm)
+    forward = {name: wrap(lambda x: f(x, False)) for name, wrap in WRAPS.items()}
+    tangents = jax.jit(lambda x, v: {name: jax.jvp(g, (x,), (v,))[1] for name, g in forward.items()})(x, v)
+    above, below = map(jax.jit(lambda x: f(x, False)), (x + 1e-6 * v, x - 1e-6 * v))
+    for name, tangent in tangents.items():
+        np.testing.assert_allclose(tangent, (above - below) / 2e-6, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
 @jax.custom_jvp
@@ -403,26 +419,31 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("function", [cubed, lambda x: of_two(x, 0.5 * x), lambda x: by_hand(x, x)],
-                         ids=["rule", "jvp", "by_hand"])  # fmt: skip
-def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(function, place, comm, rank):
+RULES = {"rule": cubed, "jvp": lambda x: of_two(x, 0.5 * x), "by hand": lambda x: by_hand(x, x)}
+TURNS = pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.nightly) for turn in (1, 2))])
+"""Each place with one of the functions; at night with each."""
+
+
+@TURNS
+@rows("places", PLACES)
+def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(places, turn, comm, rank):
     """Called with what depends on something, and with a constant on one rank."""
-    x = draw((2,), float, rank, 0)
-    check(PLACES[place](function), x, comm, rtol=1e-10)
-    check(PLACES[place](lambda x: function(jnp.full(2, 0.7) if rank == 0 else x) * x), x, comm, rtol=1e-10)
+    x, maps = draw((2,), float, rank, 0), []
+    for place in places:
+        name = list(RULES)[(list(PLACES).index(place) + turn) % 3]
+        g = lambda x, f=RULES[name]: f(jnp.full(2, 0.7) if rank == 0 else x) * x  # noqa: E731
+        maps += [Map(f"{name} in {place}", PLACES[place](f), x, 1e-10) for f in (RULES[name], g)]
+    check_all(maps, comm)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_custom_jvp_of_two_operands_of_which_one_is_constant(place, comm, rank):
-    x = draw((2,), float, rank, 0)
-    half = jnp.full(2, 0.5)
-    for function in (of_two, by_hand):
-
-        def f(x, function=function):
-            return function(*((x, half) if rank == 0 else (half, x)))
-
-        check(PLACES[place](f), x, comm, rtol=1e-10)
+@rows("places", PLACES)
+def test_custom_jvp_of_two_operands_of_which_one_is_constant(places, comm, rank):
+    x, half, maps = draw((2,), float, rank, 0), jnp.full(2, 0.5), []
+    for place in places:
+        function = (of_two, by_hand)[list(PLACES).index(place) % 2]
+        f = lambda x, function=function: function(*((x, half) if rank == 0 else (half, x)))  # noqa: E731
+        maps.append(Map(place, PLACES[place](f), x, 1e-10))
+    check_all(maps, comm)
 
 
 @jax.custom_jvp
@@ -435,18 +456,18 @@ def _added_forwards_jvp(primals, tangents):
     return primals[0], notoken.allreduce(tangents[0], MPI.SUM)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_custom_jvp_of_a_constant_whose_rule_alone_communicates(place, rank, size):
+@rows("places", PLACES)
+def test_custom_jvp_of_a_constant_whose_rule_alone_communicates(places, rank, size):
     x, t = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
-    function = PLACES[place](added_forwards)
 
-    def f(x):
-        return function(jnp.full(2, 0.7) if rank == 0 else x)
+    def tangent(place, x, t):
+        function = PLACES[place](added_forwards)
+        return jax.jvp(lambda x: function(jnp.full(2, 0.7) if rank == 0 else x), (x,), (t,))[1]
 
-    ts = [0 * t, *(draw((2,), float, r, 1) for r in range(1, size))]
-    for _ in range(2 if place == "scan" else 1):
-        ts = [sum(ts)] * size
-    np.testing.assert_allclose(jax.jvp(f, (x,), (t,))[1], ts[0], rtol=1e-12)
+    found = jax.jit(lambda x, t: {place: tangent(place, x, t) for place in places})(x, t)
+    total = sum(draw((2,), float, r, 1) for r in range(1, size))
+    expected = dict.fromkeys(PLACES, total) | {"scan": size * total}
+    each(places, lambda place: np.testing.assert_allclose(found[place], expected[place], rtol=1e-12))
 
 
 @jax.custom_jvp
@@ -459,90 +480,97 @@ def _without_derivative_jvp(primals, tangents):
     return jnp.round(primals[0]), jnp.zeros_like(tangents[0])
 
 
-@pytest.mark.parametrize("function", [lambda x: of_two(x, x), lambda x: by_hand(x, x), cubes_added],
-                         ids=["jvp", "by_hand", "vjp"])  # fmt: skip
-def test_rule_of_what_has_zeros_for_a_tangent(function, comm, rank):
+OF_ONE = {"jvp": lambda x: of_two(x, x), "by hand": lambda x: by_hand(x, x), "vjp": cubes_added}
+
+
+@rows("names", OF_ONE)
+def test_rule_of_what_has_zeros_for_a_tangent(names, comm, rank):
     """JAX knows such a tangent for an array, which depends on nothing that is differentiated."""
-    x = draw((2,), float, rank, 0)
+    x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
 
-    def f(x):
-        return function(without_derivative(x) if rank == 0 else x) * x
+    def of(name):
+        return lambda x: OF_ONE[name](without_derivative(x) if rank == 0 else x) * x
 
-    if function is cubes_added:
-        w = draw((2,), float, rank, 1)
-        ys, pullback = jax.vjp(f, x)
+    check_all([Map(name, of(name), x, 1e-10) for name in names if name != "vjp"], comm)
+    if "vjp" in names:
+        ys, back = jax.jit(lambda x, w: (of("vjp")(x), jax.vjp(of("vjp"), x)[1](w)[0]))(x, w)
         total = sum(comm.allgather(np.asarray(w * x)))
-        np.testing.assert_allclose(pullback(w)[0], w * ys / x + (0 if rank == 0 else 3 * x**2 * total), rtol=1e-12)
-    else:
-        check(f, x, comm, rtol=1e-10)
+        np.testing.assert_allclose(back, w * ys / x + (0 if rank == 0 else 3 * x**2 * total), rtol=1e-12)
 
 
-@pytest.mark.parametrize("function", [lambda x: of_two(x, x), lambda x: by_hand(x, x), cubes_added],
-                         ids=["jvp", "by_hand", "vjp"])  # fmt: skip
-def test_rule_in_a_loop_that_does_not_use_what_it_is_given(function, rank, size):
+@rows("names", OF_ONE)
+def test_rule_in_a_loop_that_does_not_use_what_it_is_given(names, comm, rank, size):
     """The linear part of the loop does not depend on that operand either; on other ranks, on the same."""
     x = draw((2,), float, rank, 0)
 
-    def f(x):
+    def loss(name, x):
         other = jnp.full(2, 0.7) if rank == 0 else 0.7 * x
 
         def step(carry, row):
             lax.scan(lambda c, _: (c, jnp.sin(other)), row, None, length=2)
-            return function(carry), row
+            return OF_ONE[name](carry), row
 
-        return lax.scan(step, other, jnp.stack([other, other]))[0] + x
+        return jnp.sum(lax.scan(step, other, jnp.stack([other, other]))[0] + x)
 
-    loss = lambda x: jnp.sum(f(x))  # noqa: E731
-    gradient = jax.grad(loss)(x)
-    step = 1e-6
-    for i in range(2):
-        for r in range(size):
-            h = jnp.zeros(2).at[i].set(step if r == rank else 0.0)
-            slope = sum(MPI.COMM_WORLD.allgather(float(loss(x + h) - loss(x - h)))) / (2 * step)
+    losses = jax.jit(lambda x: {name: loss(name, x) for name in names})
+    gradients = jax.jit(lambda x: {name: jax.grad(loss, argnums=1)(name, x) for name in names})(x)
+    h = 1e-6
+    for r in range(size):
+        for i in range(2):
+            step = np.zeros(2)
+            step[i] = h * (r == rank)
+            near = [comm.allreduce(np.array(list(losses(x + s * step).values()))) for s in (1, -1)]
             if r == rank:
-                np.testing.assert_allclose(gradient[i], slope, rtol=1e-6)
+                slopes = (near[0] - near[1]) / (2 * h)
+                np.testing.assert_allclose([gradients[name][i] for name in sorted(names)], slopes, rtol=1e-6)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("function", [added_backwards, turned])
-def test_custom_vjp_of_a_constant(function, place, comm, rank, size):
+BACKWARDS = {
+    "added": (added_backwards, lambda ws: [sum(ws)] * len(ws)),
+    "turned": (turned, lambda ws: [*ws[1:], ws[0]]),
+}
+"""Functions whose rule backwards communicates, and what the rule does with the cotangents of all ranks."""
+CALLS = rows("calls", [(name, place) for name in BACKWARDS for place in PLACES], " in ".join)
+
+
+@CALLS
+def test_custom_vjp_of_a_constant(calls, comm, rank, size):
     """The rule backwards communicates, also where the function is called with a constant."""
-    x = draw((2,), float, rank, 0)
-    w = draw((2,), float, rank, 1)
-    wrap = PLACES[place]
-    steps = 2 if place == "scan" else 1
+    x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
 
-    def f(x):
-        return wrap(function)(jnp.full(2, 0.7) if rank == 0 else x) * 2
+    def gradients(name, place):
+        function, wrap = BACKWARDS[name][0], PLACES[place]
+        own = lambda x: jnp.full(2, 0.7) if rank == 0 else x  # noqa: E731
+        f = lambda x: wrap(function)(own(x)) * 2  # noqa: E731
+        g = lambda x: wrap(lambda _: function(own(x)))(jnp.ones(2, int)) * 2  # noqa: E731 (no operand tells)
+        fs = (f, g) if place in ("plain", "jit", "checkpoint") else (f,)
+        return lambda x: [jax.grad(lambda x, f=f: w @ f(x))(x) for f in fs]
 
-    def g(x):  # where no operand tells what is differentiated
-        return wrap(lambda _: function(jnp.full(2, 0.7) if rank == 0 else x))(jnp.ones(2, int)) * 2
+    def check(row):
+        (name, place), found = row
+        ws = [2 * draw((2,), float, r, 1) for r in range(size)]
+        for _ in range(2 if place == "scan" else 1):
+            ws = BACKWARDS[name][1](ws)
+        for gradient in found:
+            np.testing.assert_allclose(gradient, 0 * x if rank == 0 else ws[rank], rtol=1e-12)
 
-    if place in ("plain", "jit", "checkpoint"):
-        np.testing.assert_array_equal(jax.grad(lambda x: w @ f(x))(x), jax.grad(lambda x: w @ g(x))(x))
-    (got,) = jax.vjp(f, x)[1](w)
-    ws = [2 * draw((2,), float, r, 1) for r in range(size)]
-    for _ in range(steps):
-        ws = [ws[(r + 1) % size] for r in range(size)] if function is turned else [sum(ws)] * size
-    np.testing.assert_allclose(got, 0 * x if rank == 0 else ws[rank], rtol=1e-12)
+    found = jax.jit(lambda x: [gradients(*call)(x) for call in calls])(x)
+    each(list(zip(calls, found, strict=True)), check, lambda row: " in ".join(row[0]))
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("function", [added_backwards, turned])
-def test_custom_vjp_that_one_rank_does_not_use(function, place, inside, comm, rank, size):
+@CALLS
+def test_custom_vjp_that_one_rank_does_not_use(calls, comm, rank, size):
     """The rule backwards communicates, also where nothing depends on the function."""
     x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
 
     def of_rank(x, y):
         return 3 * x if rank == 0 else 2 * y
 
-    wrap = PLACES[place]
-    f = wrap(lambda x: of_rank(x, function(x))) if inside else lambda x: of_rank(x, wrap(function)(x))
-    (got,) = jax.vjp(f, x)[1](w)
-
-    def backwards(ws):
-        return [ws[(r + 1) % size] for r in range(size)] if function is turned else [sum(ws)] * size
+    def gradients(name, place):
+        function, wrap = BACKWARDS[name][0], PLACES[place]
+        within = wrap(lambda x: of_rank(x, function(x)))
+        around = lambda x: of_rank(x, wrap(function)(x))  # noqa: E731
+        return lambda x: [jax.vjp(f, x)[1](w)[0] for f in (within, around)]
 
     def around(ws):
         return [3 * w if r == 0 else 0 * w for r, w in enumerate(ws)]
@@ -550,30 +578,38 @@ def test_custom_vjp_that_one_rank_does_not_use(function, place, inside, comm, ra
     def into(ws):
         return [0 * w if r == 0 else 2 * w for r, w in enumerate(ws)]
 
-    ws = [draw((2,), float, r, 1) for r in range(size)]
-    steps = range(2 if place == "scan" else 1)
-    if inside:
-        for _ in steps:
-            ws = [a + b for a, b in zip(around(ws), backwards(into(ws)), strict=True)]
-        np.testing.assert_allclose(got, ws[rank], rtol=1e-12)
-    else:
-        used = into(ws)
-        for _ in steps:
+    def check(row):
+        (name, place), found = row
+        backwards = BACKWARDS[name][1]
+        ws = [draw((2,), float, r, 1) for r in range(size)]
+        inside, used = ws, into(ws)
+        for _ in range(2 if place == "scan" else 1):
+            inside = [a + b for a, b in zip(around(inside), backwards(into(inside)), strict=True)]
             used = backwards(used)
-        np.testing.assert_allclose(got, around(ws)[rank] + used[rank], rtol=1e-12)
+        np.testing.assert_allclose(found[0], inside[rank], rtol=1e-12)
+        np.testing.assert_allclose(found[1], around(ws)[rank] + used[rank], rtol=1e-12)
+
+    found = jax.jit(lambda x: [gradients(*call)(x) for call in calls])(x)
+    each(list(zip(calls, found, strict=True)), check, lambda row: " in ".join(row[0]))
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "scan"])
-def test_second_derivative_of_custom_vjp_that_one_rank_does_not_use(place, rank, size):
-    x = draw((2,), float, rank, 0)
+STRAIGHT = rows("places", [place for place in PLACES if place != "scan"])
 
-    def loss(x):
-        y = PLACES[place](cubes_added)(x)
-        return jnp.sum(x) + (0.0 if rank == 0 else jnp.sum(y))
 
-    got = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
-    n = size - 1
-    np.testing.assert_allclose(got, 2 * (1 + 3 * x**2 * n) * 6 * x * n, rtol=1e-12)
+@STRAIGHT
+def test_second_derivative_of_custom_vjp_that_one_rank_does_not_use(places, rank, size):
+    x, n = draw((2,), float, rank, 0), size - 1
+
+    def second(place):
+        def loss(x):
+            y = PLACES[place](cubes_added)(x)
+            return jnp.sum(x) + (0.0 if rank == 0 else jnp.sum(y))
+
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
+
+    found = jax.jit(lambda x: {place: second(place)(x) for place in places})(x)
+    expected = 2 * (1 + 3 * x**2 * n) * 6 * x * n
+    each(places, lambda place: np.testing.assert_allclose(found[place], expected, rtol=1e-12))
 
 
 @jax.custom_jvp
@@ -590,26 +626,25 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("second", SECOND)
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "scan"])
-@JITS
-def test_second_derivative_of_custom_jvp_that_one_rank_does_not_use(jit, place, second, rank, size):
+@STRAIGHT
+def test_second_derivative_of_custom_jvp_that_one_rank_does_not_use(places, rank, size):
     """JAX leaves the function itself, which does not communicate, out of the first derivative there."""
     xs, vs = ([draw((2,), float, r, i) for r in range(size)] for i in range(2))
 
-    def loss(x):
-        @PLACES[place]
+    def loss(place):
         def f(x):
             y = scanned_forwards(x)
             return jnp.sin(x if rank == 0 else y)
 
-        return jnp.sum(f(x))
+        return lambda x: jnp.sum(PLACES[place](f)(x))
 
     summed = np.tril(np.ones((size, size)))  # row r: what rank r's sum contains
     summed = np.where(np.arange(size)[:, None] == 0, np.eye(size), summed)
-    got = jit(lambda x, v: SECOND[second](loss, x, v))(xs[rank], vs[rank])
-    expected = summed.T @ (-np.sin(xs) * (summed @ np.array(vs)))
-    np.testing.assert_allclose(got, expected[rank], rtol=1e-12)
+    expected = (summed.T @ (-np.sin(xs) * (summed @ np.array(vs))))[rank]
+    calls = [(place, second) for place in places for second in SECOND]
+    found = jax.jit(lambda x, v: [SECOND[second](loss(place), x, v) for place, second in calls])(xs[rank], vs[rank])
+    check = lambda row: np.testing.assert_allclose(row[1], expected, rtol=1e-12)  # noqa: E731
+    each(list(zip(calls, found, strict=True)), check, lambda row: f"{row[0][1]} in {row[0][0]}")
 
 
 def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, size):
@@ -702,8 +737,7 @@ def test_custom_vmap_is_refused(rank):
 # --- operands of other kinds -----------------------------------------------------------------------------------------
 
 
-@JITS
-def test_exchange_of_two_dtypes(jit, comm, rank, size):
+def test_exchange_of_two_dtypes(comm, rank, size):
     """Rank 0 sends floating-point numbers and receives integers."""
     if rank > 1:
         return
@@ -719,11 +753,10 @@ def test_exchange_of_two_dtypes(jit, comm, rank, size):
 
     pair = comm.Create_group(comm.group.Incl([0, 1]))
     x = draw((3,), float, rank, 0)
-    check(jit(f), x, pair)
-    if jit is jax.jit:
-        gradient = jax.grad(lambda x: jnp.sum(f(x)))(x)
-        np.testing.assert_allclose(gradient, jnp.arange(3) + 21 * draw((3,), float, 1, 0) if rank == 0
-                                   else 21 * draw((3,), float, 0, 0))  # fmt: skip
+    check_wrapped(lambda wrap: wrap(f), x, WRAPS, pair)
+    gradient = jax.grad(lambda x: jnp.sum(f(x)))(x)
+    others = 21 * draw((3,), float, other, 0)
+    np.testing.assert_allclose(gradient, jnp.arange(3) + others if rank == 0 else others)
     pair.Free()
 
 
@@ -736,11 +769,11 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("place", LOOPS)
-def test_no_floating_point_operand(place, comm, rank):
+@rows("places", LOOPS)
+def test_no_floating_point_operand(places, comm, rank):
     """What rank 0 sends is received in a function of an integer alone."""
 
-    def f(x):
+    def f(x, place):
         template = jnp.zeros(())
 
         def get(k):
@@ -752,13 +785,12 @@ def test_no_floating_point_operand(place, comm, rank):
         y = LOOPS[place](get if rank == 0 else loop_of_others)(jnp.int32(1))
         return jnp.sum(y) * x
 
-    x = draw((2,), float, rank, 0)
-    if place == "while":
-        v = draw((2,), float, rank, 1)
-        _, tangent = jax.jvp(f, (x,), (v,))
-        np.testing.assert_allclose(tangent, (f(x + 1e-6 * v) - f(x - 1e-6 * v)) / 2e-6, rtol=1e-6, atol=1e-8)
-        return
-    check(f, x, comm)
+    x, v = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    check_all([Map(place, lambda x, place=place: f(x, place), x) for place in places if place != "while"], comm)
+    if "while" in places:
+        g = jax.jit(lambda x, v: (jax.jvp(lambda x: f(x, "while"), (x,), (v,))[1], f(x, "while")))
+        near = [g(x + s * 1e-6 * v, v)[1] for s in (1, -1)]
+        np.testing.assert_allclose(g(x, v)[0], (near[0] - near[1]) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
 def test_differentiated_with_respect_to_nothing(rank):

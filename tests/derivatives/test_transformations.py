@@ -8,22 +8,28 @@ from mpi4py import MPI
 
 from jaxmpi import notoken
 from support.derivatives import needs_new_jax
+from support.rows import each, rows
 from support.table import CASES, NEW_JAX
 
-pytestmark = pytest.mark.two_ranks_suffice
 
-
-@pytest.mark.slow("case")
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_vmap(case, axis, comm, rank, size):
+@rows("cases", CASES)
+def test_vmap(cases, comm, rank, size):
     """A batched call equals the calls one by one, whichever axis is mapped."""
-    for root in case.roots(size):
-        batch = [case.inputs((2, 3), np.float32, size, root, seed) for seed in range(4)]
-        x = np.stack([inputs[rank] for inputs in batch], axis=axis)
-        result = jax.jit(jax.vmap(lambda v, root=root: case.call(v, comm, root), in_axes=axis))(jnp.asarray(x))
-        for got, inputs in zip(result, batch, strict=True):
-            np.testing.assert_array_equal(got, case.expected(inputs, rank, root))
+    calls = [(case, root, axis) for case in cases for axis in (0, 1) for root in case.roots(size)[-1:]]
+    batches = [[case.inputs((2, 3), np.float32, size, root, seed) for seed in range(4)] for case, root, _ in calls]
+
+    @jax.jit
+    def mapped(xs):
+        fs = [lambda x, case=case, root=root: case.call(x, comm, root) for case, root, _ in calls]
+        return [jax.vmap(f, in_axes=axis)(x) for f, (_, _, axis), x in zip(fs, calls, xs, strict=True)]
+
+    def check(row):
+        (case, root, _), batch, results = row
+        for inputs, result in zip(batch, results, strict=True):
+            np.testing.assert_array_equal(result, case.expected(inputs, rank, root))
+
+    xs = [np.stack([xs[rank] for xs in batch], axis=axis) for batch, (_, _, axis) in zip(batches, calls, strict=True)]
+    each(list(zip(calls, batches, mapped(xs), strict=True)), check, lambda row: " ".join(map(str, row[0])))
 
 
 def test_vmap_of_one_side(rank, size):
@@ -43,18 +49,23 @@ def test_nested_vmap(size, rank):
     np.testing.assert_array_equal(y, np.transpose(expected, (1, 3, 0, 2)))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.name.startswith("send_recv")], ids=str)
-def test_transpose_of_transpose(case, comm, rank, size):
+@rows("cases", [case for case in CASES if not case.name.startswith("send_recv")])
+def test_transpose_of_transpose(cases, comm, rank, size):
     """The adjoint's adjoint is the map itself."""
-    for root in case.roots(size):
-        x = jnp.asarray(np.random.default_rng([7, rank]).normal(size=case.shape((3,), rank, size, root)))
+    calls = [(case, root) for case in cases for root in case.roots(size)]
+    xs = [np.random.default_rng([7, rank]).normal(size=case.shape((3,), rank, size, root)) for case, root in calls]
 
-        def f(v, root=root):
-            return case.call(v, comm, root)
-
+    def both(f, x):
         ax, pull = jax.vjp(f, x)
-        transposed = jax.linear_transpose(pull, ax)
-        np.testing.assert_allclose(transposed((x,))[0], ax, rtol=1e-12)
+        return ax, jax.linear_transpose(pull, ax)((x,))[0]
+
+    @jax.jit
+    def everything(xs):
+        fs = [lambda x, case=case, root=root: case.call(x, comm, root) for case, root in calls]
+        return [both(f, x) for f, x in zip(fs, xs, strict=True)]
+
+    check = lambda row: np.testing.assert_allclose(*row[1], rtol=1e-12)  # noqa: E731
+    each(list(zip(calls, everything(xs), strict=True)), check, lambda row: " ".join(map(str, row[0])))
 
 
 def test_constant_template_is_constant(rank, size):
@@ -80,18 +91,6 @@ def test_sendrecv_with_tags(rank, size):
         return jnp.sum(y * (1.0 + rank))
 
     np.testing.assert_array_equal(jax.jit(jax.grad(f))(jnp.ones(3)), np.full(3, 1.0 + right))
-
-
-def test_second_derivative(size, rank):
-    def loss(x):
-        return jnp.sum(notoken.allreduce(x**2, MPI.SUM) ** 2) / 2
-
-    x = jnp.asarray([1.0 + rank, 2.0])
-    total = sum(np.asarray([(1.0 + r) ** 2, 4.0]) for r in range(size))
-    np.testing.assert_allclose(jax.grad(loss)(x), 2 * x * total)
-    hessian = jax.hessian(loss)(x)
-    assert hessian.shape == (2, 2)
-    assert np.isfinite(hessian).all()
 
 
 def test_integers_have_no_derivative(size):
@@ -131,6 +130,7 @@ def test_python_numbers_and_mixed_dtypes(rank, size):
     assert f(jnp.float64(3)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["operation", pytest.param("JAX's print", marks=needs_new_jax)])
 def test_search_for_leaked_tracers(what, size):
     """JAX's search finds its own list of ordered effects where it divides a scan, with or without us: docs say so."""

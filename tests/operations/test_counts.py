@@ -1,5 +1,6 @@
 """Arrays divided by rows: random counts against NumPy, adjoints by dot products, impossible counts; exscan."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from support import drawing
+from support.rows import each, rows
 from support.table import NEW_JAX, draw, dtype_of, raised
 
 pytestmark = pytest.mark.own_errors
@@ -32,7 +34,6 @@ class Case:
     row: tuple
     dtype: str
     spare: int
-    way: str
 
     @property
     def counts(self):
@@ -114,22 +115,28 @@ def cases(size, dtypes=("float64", "float32", "int8", "bool", "complex64", "bflo
             st.sampled_from([(), (1,), (3,), (0,), (2, 2)]),
             dtype_for(name),
             st.integers(0, 2),
-            st.sampled_from(list(WAYS)),
         )
     )
 
 
+def several(size, *dtypes):
+    """Cases that are in one program."""
+    return st.lists(cases(size, *dtypes), min_size=6, max_size=6)
+
+
 @pytest.mark.seconds(600)
 def test_random_counts(comm, rank, size):
-    def check(case):
-        xs = case.inputs(size)
-        y, counts = WAYS[case.way](lambda x: case.call(x, comm))(jnp.asarray(xs[rank]))
-        expected = case.expected(xs, rank)
-        assert (y.shape, y.dtype) == (expected.shape, expected.dtype)
-        np.testing.assert_array_equal(np.asarray(y), expected)
-        np.testing.assert_array_equal(counts, case.told(rank))
+    def check(given):
+        way, drawn = given
+        xs = [case.inputs(size) for case in drawn]
+        call = WAYS[way](lambda arrays: [case.call(x, comm) for case, x in zip(drawn, arrays, strict=True)])
+        for case, inputs, (y, counts) in zip(drawn, xs, call([jnp.asarray(x[rank]) for x in xs]), strict=True):
+            expected = case.expected(inputs, rank)
+            assert (y.shape, y.dtype) == (expected.shape, expected.dtype), case
+            np.testing.assert_array_equal(np.asarray(y), expected, err_msg=str(case))
+            np.testing.assert_array_equal(counts, case.told(rank), err_msg=str(case))
 
-    drawing.on_all_ranks(comm, cases(size), check, 150)
+    drawing.on_all_ranks(comm, st.tuples(st.sampled_from(list(WAYS)), several(size)), check, 28)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
@@ -137,67 +144,86 @@ def test_random_counts(comm, rank, size):
 def test_random_adjoints(comm, rank, size):
     """Dot products, exact since all numbers are small integers; of the adjoint of the adjoint too."""
 
-    def check(case):
-        x = jnp.asarray(case.inputs(size)[rank])
+    def products(case, x, u):
         f = lambda x: case.call(x, comm)[0]  # noqa: E731
         y, pull = jax.vjp(f, x)
-        u = jnp.asarray(draw(x.shape, np.float64, rank, 5))
         w = jnp.asarray(draw(y.shape, np.float64, rank, 6))
         dy = jax.jvp(f, (x,), (u,))[1]
-        (back,) = pull(w)
         again = jax.linear_transpose(lambda w: pull(w)[0], y)(u)[0]
-        dots = [float(jnp.vdot(*pair)) for pair in ((dy, w), (u, back))]
-        forth, behind = comm.allreduce(np.asarray(dots))
-        assert forth == behind
-        np.testing.assert_array_equal(again, dy)
+        return jnp.vdot(dy, w), jnp.vdot(u, pull(w)[0]), again, dy
 
-    drawing.on_all_ranks(comm, cases(size, ("float64",)), check, 60)
+    def check(drawn):
+        xs = [jnp.asarray(case.inputs(size)[rank]) for case in drawn]
+        us = [jnp.asarray(draw(x.shape, np.float64, rank, 5)) for x in xs]
+        found = jax.jit(lambda xs, us: [products(*row) for row in zip(drawn, xs, us, strict=True)])(xs, us)
+        dots = comm.allreduce(np.asarray([[float(dot) for dot in row[:2]] for row in found]))
+        for case, (forth, behind), (_, _, again, dy) in zip(drawn, dots, found, strict=True):
+            assert forth == behind, case
+            np.testing.assert_array_equal(again, dy, err_msg=str(case))
+
+    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 12)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 def test_random_batches(comm, rank, size):
-    def check(case):
-        xs = [case.inputs(size), [2 * x for x in case.inputs(size)]]
-        batch = jnp.stack([jnp.asarray(each[rank]) for each in xs], axis=len(case.row))
-        ys = jax.vmap(lambda x: case.call(x, comm)[0], in_axes=len(case.row))(batch)
-        for each, y in zip(xs, ys, strict=True):
-            np.testing.assert_array_equal(y, case.expected(each, rank))
+    def check(drawn):
+        pairs = [(case.inputs(size), [2 * x for x in case.inputs(size)]) for case in drawn]
+        axes = [len(case.row) for case in drawn]
+        batches = [
+            jnp.stack([jnp.asarray(xs[rank]) for xs in p], axis=axis) for p, axis in zip(pairs, axes, strict=True)
+        ]
 
-    drawing.on_all_ranks(comm, cases(size, ("float64",)), check, 60)
+        @jax.jit
+        def call(batches):
+            every = zip(drawn, axes, batches, strict=True)
+            return [jax.vmap(lambda x, case=case: case.call(x, comm)[0], in_axes=axis)(b) for case, axis, b in every]
+
+        for case, pair, ys in zip(drawn, pairs, call(batches), strict=True):
+            for xs, y in zip(pair, ys, strict=True):
+                np.testing.assert_array_equal(y, case.expected(xs, rank), err_msg=str(case))
+
+    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 12)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1, 2**40])
-@pytest.mark.parametrize("name", ["allgatherv", "gatherv", "reduce_scatter"])
-def test_impossible_count(name, wrong, way, comm, rank, size):
+@rows("names", ["allgatherv", "gatherv", "reduce_scatter"])
+def test_impossible_count(names, comm, rank, size):
     """Of the last rank: an error on all of them, and the next call is right."""
-    op = [MPI.SUM] if name == "reduce_scatter" else []
-    root = [0] if name == "gatherv" else []
-    call = WAYS[way](lambda x, count: getattr(notoken, name)(x, *op, count, *root))
-    x = jnp.arange(3.0)
-    if name == "reduce_scatter" and size == 1 and wrong == 4:
-        wrong = 5
-    error = raised(lambda: call(x, jnp.asarray(wrong if rank == size - 1 else 0)))
-    assert f"rank {size - 1}" in error or name == "reduce_scatter"
-    assert "has passed a count of rows that is negative, or" in error
-    y, counts = call(x, jnp.asarray(3 if rank == 0 else 0))
-    np.testing.assert_array_equal(counts, [3] + [0] * (size - 1))
-    if name == "allgatherv":
-        np.testing.assert_array_equal(y, [0, 1, 2] + [0] * 3 * (size - 1))
+
+    def check(row):
+        name, way = row
+        op = [MPI.SUM] if name == "reduce_scatter" else []
+        root = [0] if name == "gatherv" else []
+        call = WAYS[way](lambda x, count: getattr(notoken, name)(x, *op, count, *root))
+        x = jnp.arange(3.0)
+        for wrong in [-1, 4, 2**31 - 1, 2**40]:
+            if name == "reduce_scatter" and size == 1 and wrong == 4:
+                wrong = 5
+            error = raised(lambda wrong=wrong: call(x, jnp.asarray(wrong if rank == size - 1 else 0)))
+            assert f"rank {size - 1}" in error or name == "reduce_scatter"
+            assert "has passed a count of rows that is negative, or" in error
+            y, counts = call(x, jnp.asarray(3 if rank == 0 else 0))
+            np.testing.assert_array_equal(counts, [3] + [0] * (size - 1))
+            if name == "allgatherv":
+                np.testing.assert_array_equal(y, [0, 1, 2] + [0] * 3 * (size - 1))
+
+    each([(name, way) for name in names for way in WAYS], check)
 
 
-@pytest.mark.parametrize("wrong", [[-1, 1], [2, 2], [2**31 - 1, 2**31 - 1], [2**32 - 2, 2]])
-def test_impossible_counts_of_alltoallv(wrong, comm, rank, size):
+def test_impossible_counts_of_alltoallv(comm, rank, size):
     """The sum counts, also where it would wrap."""
-    wrong = wrong[:1] + [0] * (size - 2) + wrong[1:] if size > 1 else [4]
     x = jnp.arange(3.0)
     call = jax.jit(lambda x, counts: notoken.alltoallv(x, counts, rows=3 * size))
-    error = raised(lambda: call(x, jnp.asarray(wrong if rank == 0 else [0] * size)))
-    assert "rank 0" in error
-    assert ("(this one)" in error) == (rank == 0)
-    y, received = call(x, jnp.asarray([1] + [0] * (size - 1)))
-    np.testing.assert_array_equal(received, [1 if rank == 0 else 0] * size)
-    assert y.sum() == 0
+
+    def check(wrong):
+        wrong = wrong[:1] + [0] * (size - 2) + wrong[1:] if size > 1 else [4]
+        error = raised(lambda: call(x, jnp.asarray(wrong if rank == 0 else [0] * size)))
+        assert "rank 0" in error
+        assert ("(this one)" in error) == (rank == 0)
+        y, received = call(x, jnp.asarray([1] + [0] * (size - 1)))
+        np.testing.assert_array_equal(received, [1 if rank == 0 else 0] * size)
+        assert y.sum() == 0
+
+    each([[-1, 1], [2, 2], [2**31 - 1, 2**31 - 1], [2**32 - 2, 2]], check)
 
 
 def test_no_arrays(rank, size):
@@ -221,9 +247,13 @@ def test_impossible_counts_of_scatterv(comm, rank, size):
     np.testing.assert_array_equal(call(jnp.arange(3.0), jnp.asarray([3] + [0] * (size - 1)))[1][0], 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_too_little_room(name, comm, rank, size):
+@rows("names", NAMES)
+def test_too_little_room(names, comm, rank, size):
     """An error where the result is too small; the other ranks go on."""
+    each(names, lambda name: check_too_little_room(name, rank, size))
+
+
+def check_too_little_room(name, rank, size):
     x = jnp.arange(2.0 * size)
     op = [MPI.SUM] if name == "reduce_scatter" else []
     root = [0] if name == "gatherv" else [0] if name == "scatterv" else []
@@ -258,7 +288,7 @@ def test_gradient_of_particles(comm, rank, size):
 
 def test_exscan_of_rank_0(rank, size):
     """What changes nothing; of other ranks the reduction of those before."""
-    for name, values in {
+    identities = {
         "SUM": [(jnp.int8(3), 0), (jnp.complex64(1j), 0)],
         "PROD": [(jnp.float16(3), 1)],
         "MAX": [(jnp.int16(-3), -(2**15)), (jnp.float32(-3), -np.inf), (jnp.uint8(3), 0), (jnp.bool_(True), False)],
@@ -269,47 +299,54 @@ def test_exscan_of_rank_0(rank, size):
         "BAND": [(jnp.int8(0), -1), (jnp.uint8(0), 255), (jnp.bool_(False), True)],
         "BOR": [(jnp.uint16(7), 0)],
         "BXOR": [(jnp.uint16(7), 0)],
-    }.items():
-        for x, identity in values:
-            with jax.transfer_guard("disallow"):
-                y = notoken.exscan(x, getattr(MPI, name))
-            assert y.dtype == x.dtype
-            if rank == 0:
-                assert np.asarray(y, complex if x.dtype == np.complex64 else float) == identity, (name, x.dtype)
-            if rank == 1:
-                assert y == x, name
+    }
+    calls = [(name, x, identity) for name, values in identities.items() for x, identity in values]
+    xs, scan = (
+        [x for _, x, _ in calls],
+        lambda xs: [notoken.exscan(x, getattr(MPI, name)) for x, (name, _, _) in zip(xs, calls, strict=True)],
+    )
+    with jax.transfer_guard("disallow"):
+        found = [notoken.exscan(xs[0], MPI.SUM), *jax.jit(scan)(xs)[1:]]
+
+    def check(row):
+        (_, x, identity), y = row
+        assert y.dtype == x.dtype
+        if rank == 0:
+            assert np.asarray(y, complex if x.dtype == np.complex64 else float) == identity
+        if rank == 1:
+            assert y == x
+
+    each(list(zip(calls, found, strict=True)), check, str)
 
 
-@pytest.mark.two_ranks_suffice
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-@pytest.mark.parametrize("name", ["PROD", "MAX", "MIN"])
-@pytest.mark.parametrize("function", ["exscan", "reduce_scatter"])
-def test_derivatives_of_other_reductions(function, name, comm, rank, size):
+def test_derivatives_of_other_reductions(comm, rank, size):
     """Against JAX's own of the same mathematics of all ranks' data, ties and a Python number among them."""
-    op, combine = getattr(MPI, name), {"PROD": jnp.prod, "MAX": jnp.max, "MIN": jnp.min}[name]
+    ops = {"PROD": jnp.prod, "MAX": jnp.max, "MIN": jnp.min}
     xs = np.stack([np.random.default_rng(r).integers(1, 4, (size, 3)) for r in range(size)]).astype(float)
     ws = np.stack([np.random.default_rng(r + 99).integers(1, 4, (size, 3)) for r in range(size)]).astype(float)
 
-    def of_all(xs):
+    def of_all(function, name, xs):
         if function == "exscan":
-            return sum(jnp.vdot(ws[r], combine(xs[:r], axis=0)) for r in range(1, size)) + 0 * xs.sum()
-        return sum(jnp.vdot(ws[r][0], combine(xs[:, r], axis=0)) for r in range(size))
+            return sum(jnp.vdot(ws[r], ops[name](xs[:r], axis=0)) for r in range(1, size)) + 0 * xs.sum()
+        return sum(jnp.vdot(ws[r][0], ops[name](xs[:, r], axis=0)) for r in range(size))
 
-    def of_this(x):
-        y = getattr(notoken, function)(x, op)
+    def of_this(function, name, x):
+        y = getattr(notoken, function)(x, getattr(MPI, name))
         if function == "exscan":
             return jnp.vdot(ws[rank], y) if rank > 0 else 0 * jnp.sum(x)
         return jnp.vdot(ws[rank][0], y)
 
-    np.testing.assert_allclose(jax.grad(of_this)(jnp.asarray(xs[rank])), jax.grad(of_all)(xs)[rank], atol=1e-12)
-
-
-@pytest.mark.two_ranks_suffice
-@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-@pytest.mark.parametrize("function", ["scan", "exscan"])
-def test_derivative_of_a_python_number(function, rank, size):
-    gradient = jax.grad(lambda x: getattr(notoken, function)(x, MPI.MAX) * (rank > 0))(1.0 + rank)
-    assert gradient.shape == ()
+    calls = [(function, name) for function in ("exscan", "reduce_scatter") for name in ops]
+    ours, theirs = (
+        jax.jit(lambda x, f=f: [jax.grad(functools.partial(f, *call))(x) for call in calls])(x)
+        for f, x in ((of_this, xs[rank]), (of_all, xs))
+    )
+    for call, got, wanted in zip(calls, ours, theirs, strict=True):
+        np.testing.assert_allclose(got, wanted[rank], atol=1e-12, err_msg=str(call))
+    for function in ("scan", "exscan"):
+        gradient = jax.grad(lambda x, f=function: getattr(notoken, f)(x, MPI.MAX) * (rank > 0))(1.0 + rank)
+        assert gradient.shape == ()
 
 
 TREES_WITHOUT_ROOM = {
@@ -323,23 +360,27 @@ TREES_WITHOUT_ROOM = {
 }
 
 
-@pytest.mark.parametrize("short", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["eager", "jit", "jaxmpi"])
-@pytest.mark.parametrize("name", TREES_WITHOUT_ROOM)
-def test_one_rank_has_too_little_room_for_a_tree(name, jit, short, rank, size):
+@rows("names", TREES_WITHOUT_ROOM)
+def test_one_rank_has_too_little_room_for_a_tree(names, rank, size):
     """It takes part in the communication of all arrays, so that the others get theirs, and what follows is right."""
-    short = range(size)[short]
     x = jnp.arange(3.0 * size) + 100 * rank
     tree = {"a": x, "b": -2 * x, "c": jnp.zeros((3 * size, 0)), "d": x.astype(jnp.int32)}
     counts = jnp.full(size, 3)
-    call = TREES_WITHOUT_ROOM[name]
-    right, _ = call(tree, counts, lambda rows: rows)
-    short_here = rank == short and (name != "gatherv" or rank == 0)
-    f = jit(lambda tree: call(tree, counts, lambda rows: rows - short_here))
-    if short_here:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="has room for"):
-            jax.block_until_ready(f(tree))
-    else:
-        jax.tree.map(np.testing.assert_array_equal, f(tree)[0], right)
-    y = notoken.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
-    np.testing.assert_array_equal(y, 7.0 + np.arange(size))
+    enough = jax.jit(
+        lambda tree: {name: TREES_WITHOUT_ROOM[name](tree, counts, lambda rows: rows)[0] for name in names}
+    )
+    right = enough(tree)
+
+    def check(row):
+        name, way, short = row
+        short_here = rank == range(size)[short] and (name != "gatherv" or rank == 0)
+        f = WAYS[way](lambda tree: TREES_WITHOUT_ROOM[name](tree, counts, lambda rows: rows - short_here))
+        if short_here:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="has room for"):
+                jax.block_until_ready(f(tree))
+        else:
+            jax.tree.map(np.testing.assert_array_equal, f(tree)[0], right[name])
+        y = notoken.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
+        np.testing.assert_array_equal(y, 7.0 + np.arange(size))
+
+    each([(name, *how) for name in names for how in (("eager", 0), ("jit", -1), ("jaxmpi.jit", 0))], check)

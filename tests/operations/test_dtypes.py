@@ -1,7 +1,5 @@
 """Every dtype through every operation, every reduction through every dtype that has it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,45 +9,37 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.table import CASES, NEW_JAX, UFUNCS, draw, dtype_of, max_ranks
-
-pytestmark = pytest.mark.two_ranks_suffice
+from support.rows import each, rows
+from support.table import CASES, NEW_JAX, UFUNCS, draw, dtype_of
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 FLOAT8 = [name for name in dir(ml_dtypes) if name.startswith("float8") and hasattr(jnp, name)]
 EXACT = ["SUM", "PROD", "MAX", "MIN"]
-# One of each kind of dtype.def: MPI's own, ours, and what is moved alone. On more than 2 ranks the others are the
-# same but for their size; how the half types are reduced there is ours.
-KINDS = ["bool", "int32", "float32", "complex64", "float16", "bfloat16", "float8_e5m2"]
+KINDS = ["bool", "int8", "float32", "complex64", "bfloat16", "float8_e5m2"]
+"""One of each kind of dtype.def: MPI's own, ours, and what is moved alone. C tests have the others."""
 
 
-@pytest.mark.parametrize("dtype", max_ranks(2, ["bool", *INTEGERS, *FLOATS, *COMPLEX, *FLOAT8], but=KINDS))
-def test_moves(dtype, comm):
-    """All operations in one program, as most of the time goes into compiling."""
-    check_moves(dtype, jax.jit, comm)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", KINDS)
-def test_moves_eagerly(dtype, comm):
-    check_moves(dtype, lambda f: f, comm)
-
-
-def check_moves(dtype, way, comm):
-    rank, size = comm.rank, comm.size
-    cases = [case for case in CASES if case.moves]
-    inputs = [case.inputs((7,), dtype_of(dtype), size, 0) for case in cases]
+@rows("cases", [case for case in CASES if case.moves])
+def test_moves(cases, comm, rank, size):
+    """Each operation for one dtype of each kind, and one operation for all dtypes."""
+    calls = [(case, dtype) for case in cases for dtype in KINDS]
+    calls += [(case, dtype) for case in cases if case.name == "allgather"
+              for dtype in (*INTEGERS, *FLOATS, *COMPLEX, *FLOAT8) if dtype not in KINDS]  # fmt: skip
+    inputs = [case.inputs((7,), dtype_of(dtype), size, 0) for case, dtype in calls]
 
     def call(arrays):
-        return [case.call(array, comm, 0) for case, array in zip(cases, arrays, strict=True)]
+        return [case.call(array, comm, 0) for (case, _), array in zip(calls, arrays, strict=True)]
 
-    results = way(call)([jnp.asarray(arrays[rank]) for arrays in inputs])
-    for case, arrays, result in zip(cases, inputs, results, strict=True):
-        assert result.dtype == dtype_of(dtype), case
+    def check(row):
+        (case, dtype), arrays, result = row
+        assert result.dtype == dtype_of(dtype)
         expected = np.ascontiguousarray(case.expected(arrays, rank, 0))  # NaN is NaN, bit by bit
-        np.testing.assert_array_equal(np.asarray(result).view(np.uint8), expected.view(np.uint8), err_msg=str(case))
+        np.testing.assert_array_equal(np.asarray(result).view(np.uint8), expected.view(np.uint8))
+
+    results = jax.jit(call)([jnp.asarray(arrays[rank]) for arrays in inputs])
+    each(list(zip(calls, inputs, results, strict=True)), check, lambda row: " ".join(map(str, row[0])))
 
 
 POSSIBLE = (
@@ -60,78 +50,72 @@ POSSIBLE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    [pytest.param(*pair, marks=[] if pair[0] in KINDS else pytest.mark.max_ranks(2)) for pair in POSSIBLE],
-)
-def test_reduces(dtype, op, comm, rank, size):
-    inputs = [draw((9,), dtype_of(dtype), r) for r in range(size)]
-    if dtype in COMPLEX:
-        inputs = [x + np.asarray(1j, dtype) * draw((9,), dtype, r, 1) for r, x in enumerate(inputs)]
-    expected = inputs[0]
-    prefix = inputs[0]
-    for r, x in enumerate(inputs[1:], 1):
-        expected = UFUNCS[op](expected, x).astype(expected.dtype)
-        if r <= rank:
-            prefix = expected
-    x = jnp.asarray(inputs[rank])
-    mpi_op = getattr(MPI, op)
-
-    @jax.jit  # one program for all three
-    def reductions(x):
-        return notoken.allreduce(x, mpi_op), notoken.scan(x, mpi_op), notoken.reduce(x, mpi_op, size - 1)
-
-    total, scanned, reduced = map(np.asarray, reductions(x))
-    assert total.dtype == scanned.dtype == reduced.dtype == x.dtype
-    np.testing.assert_array_equal(total, expected, err_msg="allreduce")
-    np.testing.assert_array_equal(scanned, prefix, err_msg="scan")
-    np.testing.assert_array_equal(reduced, expected if rank == size - 1 else inputs[rank], err_msg="reduce")
+def prefixes(inputs, op):
+    """The reductions of the first inputs, of two, three and more."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        done = inputs[:1]
+        for x in inputs[1:]:
+            done = [*done, UFUNCS[op](done[-1], x).astype(x.dtype)]
+    return done
 
 
-@pytest.mark.parametrize("dtype", INTEGERS)
-def test_integers_of_all_values(dtype, comm, rank, size):
+def check_reductions(calls, inputs, comm):
+    """`calls` are pairs of dtype and op, `inputs` what all ranks have for each of them."""
+    rank, size = comm.rank, comm.size
+
+    def reductions(dtype, op, x):
+        op = getattr(MPI, op)
+        if dtype not in KINDS:
+            return [notoken.allreduce(x, op)]
+        return [notoken.allreduce(x, op), notoken.scan(x, op), notoken.reduce(x, op, size - 1)]
+
+    def check(row):
+        (dtype, op), xs, results = row
+        done = prefixes(xs, op)
+        expected = (done[-1], done[rank], done[-1] if rank == size - 1 else xs[rank])
+        for got, want in zip(results, expected, strict=False):
+            assert got.dtype == dtype_of(dtype)
+            wide = complex if dtype in COMPLEX else None if dtype in ("bool", *INTEGERS) else float
+            np.testing.assert_array_equal(np.asarray(got, wide), np.asarray(want, wide))
+
+    arrays = [jnp.asarray(xs[rank]) for xs in inputs]
+    call = jax.jit(lambda arrays: [reductions(*kind, x) for kind, x in zip(calls, arrays, strict=True)])
+    each(list(zip(calls, inputs, call(arrays), strict=True)), check, lambda row: " ".join(row[0]))
+
+
+@rows("calls", POSSIBLE, " ".join)
+def test_reduces(calls, comm, size):
+    """`allreduce` for all dtypes, other reductions for one of each kind."""
+
+    def drawn(dtype, r):
+        x = draw((9,), dtype_of(dtype), r)
+        return x + np.asarray(1j, dtype) * draw((9,), dtype, r, 1) if dtype in COMPLEX else x
+
+    check_reductions(calls, [[drawn(dtype, r) for r in range(size)] for dtype, _ in calls], comm)
+
+
+def test_integers_of_all_values(comm, size):
     """As in NumPy and JAX sums and products are modulo a power of two, at each place of an array of any length."""
-    for length in (1, 7, 37, 130):
-        info = np.iinfo(dtype)
-        rng = np.random.default_rng(length)
-        inputs = [rng.integers(info.min, info.max, length, dtype, endpoint=True) for _ in range(size)]
-        x = jnp.asarray(inputs[rank])
-        reductions = jax.jit(
-            lambda x: {
-                name: [
-                    notoken.allreduce(x, getattr(MPI, name)),
-                    notoken.scan(x, getattr(MPI, name)),
-                    notoken.reduce(x, getattr(MPI, name), 0),
-                ]
-                for name in UFUNCS
-            }
-        )
-        for name, results in reductions(x).items():
-            prefixes = functools.reduce(lambda done, x: [*done, UFUNCS[name](done[-1], x)], inputs[1:], inputs[:1])
-            prefixes = [prefix.astype(dtype) for prefix in prefixes]
-            expected = [prefixes[-1], prefixes[rank], prefixes[-1] if rank == 0 else inputs[rank]]
-            for got, want in zip(results, expected, strict=True):
-                np.testing.assert_array_equal(got, want, err_msg=name)
+    generators = [np.random.default_rng(r) for r in range(size)]
+    lengths = (1, 7, 37, 130)
+    inputs = [[g.integers(-128, 127, n, np.int8, endpoint=True) for g in generators] for n in lengths for _ in UFUNCS]
+    check_reductions([("int8", op) for _ in lengths for op in UFUNCS], inputs, comm)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("op", ["MAX", "MIN"])
-def test_nan_wins(op, dtype, comm, rank, size):
+def test_nan_wins(comm, size):
     """Whichever rank has it, and at each place of an array, as in NumPy and JAX."""
-    kind = dtype_of(dtype)
-    inputs = [np.random.default_rng(r).normal(size=(size, 37)).astype(kind) for r in range(size)]
-    for r in range(size):
-        inputs[r][r] = np.nan
-    with np.errstate(invalid="ignore"):  # of bfloat16
-        prefixes = functools.reduce(lambda done, x: [*done, UFUNCS[op](done[-1], x)], inputs[1:], inputs[:1])
-    total, scanned = jax.jit(lambda x: (notoken.allreduce(x, getattr(MPI, op)), notoken.scan(x, getattr(MPI, op))))(
-        jnp.asarray(inputs[rank])
-    )
-    for got, want in ((total, prefixes[-1]), (scanned, prefixes[rank])):
-        np.testing.assert_array_equal(np.asarray(got).astype(float), want.astype(float))
+    calls = [(dtype, op) for dtype in ("float16", "bfloat16", "float32") for op in ("MAX", "MIN")]
+
+    def drawn(dtype, r):
+        x = np.random.default_rng(r).normal(size=(size, 37)).astype(dtype_of(dtype))
+        x[r] = np.nan
+        return x
+
+    check_reductions(calls, [[drawn(dtype, r) for r in range(size)] for dtype, _ in calls], comm)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+@pytest.mark.one_rank
 @pytest.mark.parametrize("operation", [lambda x: notoken.bcast(x, 0), jaxmpi.replicate], ids=["bcast", "replicate"])
 def test_derivative_that_would_sum_float8(operation):
     with pytest.raises(TypeError, match=r"SUM is not defined for dtype float8_e4m3fn.*derivative.*convert"):

@@ -16,6 +16,7 @@ from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
 from jaxmpi._primitive.operation import eager_programs
 from support import simulated
+from support.rows import each, rows
 from support.table import CASES, NEW_JAX, raised
 
 pytestmark = pytest.mark.own_errors
@@ -271,12 +272,21 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name, jitted, size):
-    call, kind, message = BAD[name]
-    with pytest.raises(kind, match=message):
-        (jax.jit(lambda: call(size)) if jitted else lambda: call(size))()
+def both_ways(call):
+    """Without jit and while it traces."""
+    return call, jax.jit(lambda: call())
+
+
+@pytest.mark.one_rank
+@rows("names", BAD)
+def test_bad_input(names, size):
+    def check(name):
+        call, kind, message = BAD[name]
+        for way in both_ways(lambda: call(size)):
+            with pytest.raises(kind, match=message):
+                way()
+
+    each(names, check)
 
 
 def test_scatter_on_root(rank, size):
@@ -385,7 +395,6 @@ def test_freed_communicator(jit, comm):
     again.Free()
 
 
-@pytest.mark.two_ranks_suffice
 def test_programs_of_freed_communicators_go(comm):
     """Each communicator has compiled programs of its own; nothing of them is left when the next one is used."""
     backend = jax.extend.backend.get_backend()
@@ -399,9 +408,9 @@ def test_programs_of_freed_communicators_go(comm):
         gc.collect()
         return eager_programs(), len(backend.live_executables())
 
-    for _ in range(3):
-        before = use()
-    assert use() == use() == before
+    use()
+    before = use()
+    assert use() == before
 
 
 def combined(values):
@@ -463,13 +472,17 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("name", NOTHING)
-def test_none_is_no_array(name):
+@pytest.mark.one_rank
+@rows("names", NOTHING)
+def test_none_is_no_array(names):
     """A function that forgot to return sends nothing, and another rank would wait for it. Leaves may be None."""
-    with pytest.raises(TypeError, match=r" is None, which has no array"):
-        NOTHING[name](None)
-    with pytest.raises(TypeError, match=r" is None, which has no array"):
-        jax.jit(lambda: NOTHING[name](None))()
+
+    def check(name):
+        for way in both_ways(lambda: NOTHING[name](None)):
+            with pytest.raises(TypeError, match=r" is None, which has no array"):
+                way()
+
+    each(names, check)
 
 
 NO_ARRAYS = {
@@ -481,48 +494,62 @@ NO_ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("what", NO_ARRAYS)
-def test_no_arrays(what, jitted):
+@pytest.mark.one_rank
+@rows("names", NOTHING)
+def test_no_arrays(names):
     """What is surely a mistake, though `jnp.asarray` or a tree makes an array of it, or none."""
-    given, message = NO_ARRAYS[what]
-    for call in NOTHING.values():
-        with pytest.raises(TypeError, match=message):
-            (jax.jit(lambda call=call: call(given)) if jitted else lambda call=call: call(given))()
+
+    def check(row):
+        name, what = row
+        given, message = NO_ARRAYS[what]
+        for way in both_ways(lambda: NOTHING[name](given)):
+            with pytest.raises(TypeError, match=message):
+                way()
+
+    each([(name, what) for name in names for what in NO_ARRAYS], check)
 
 
-@pytest.mark.parametrize("name", NOTHING)
-def test_a_request_is_no_array(name):
+@pytest.mark.one_rank
+@rows("names", NOTHING)
+def test_a_request_is_no_array(names):
     """The wait is missing: what is in a request would be sent as numbers."""
     request = notoken.iallreduce(X, MPI.SUM)
-    with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
-        NOTHING[name](request)
-    with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
-        jax.jit(lambda request: NOTHING[name]({"a": request}))(request)
+
+    def check(name):
+        with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
+            NOTHING[name](request)
+        with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
+            jax.jit(lambda request: NOTHING[name]({"a": request}))(request)
+
+    each(names, check)
     notoken.wait(request)
 
 
-@pytest.mark.parametrize(
-    ("argument", "call"),
-    [
-        ("root", lambda x: notoken.bcast(X, x)),
-        ("dest", lambda x: notoken.send(X, x)),
-        ("source", lambda x: notoken.recv(X, x)),
-        ("tag", lambda x: notoken.isend(X, 0, tag=x)),
-        ("counts", lambda x: notoken.allgatherv(X, x)),
-        ("rows", lambda x: notoken.allgatherv(X, jnp.int32(3), rows=x)),
-        ("sendcounts", lambda x: notoken.alltoallv(X, x, rows=3)),
-        ("processes", jaxmpi.Grid),
-        ("shape", lambda x: jaxmpi.Grid((0,), x)),
-        ("op", lambda x: notoken.allreduce(X, x)),
-        ("comm", lambda x: notoken.allreduce(X, MPI.SUM, comm=x)),
-        ("status", lambda x: notoken.recv(X, 0, status=x)),
-    ],
-)
-def test_constants_in_other_arguments(argument, call):
-    for constant in (MPI.IN_PLACE, MPI.BOTTOM):
-        with pytest.raises(TypeError, match=rf"{argument} must .* got (MPI\.)?(IN_PLACE|BOTTOM)"):
-            call(constant)
+OTHER_ARGUMENTS = {
+    "root": lambda x: notoken.bcast(X, x),
+    "dest": lambda x: notoken.send(X, x),
+    "source": lambda x: notoken.recv(X, x),
+    "tag": lambda x: notoken.isend(X, 0, tag=x),
+    "counts": lambda x: notoken.allgatherv(X, x),
+    "rows": lambda x: notoken.allgatherv(X, jnp.int32(3), rows=x),
+    "sendcounts": lambda x: notoken.alltoallv(X, x, rows=3),
+    "processes": jaxmpi.Grid,
+    "shape": lambda x: jaxmpi.Grid((0,), x),
+    "op": lambda x: notoken.allreduce(X, x),
+    "comm": lambda x: notoken.allreduce(X, MPI.SUM, comm=x),
+    "status": lambda x: notoken.recv(X, 0, status=x),
+}
+
+
+@pytest.mark.one_rank
+@rows("arguments", OTHER_ARGUMENTS)
+def test_constants_in_other_arguments(arguments):
+    def check(argument):
+        for constant in (MPI.IN_PLACE, MPI.BOTTOM):
+            with pytest.raises(TypeError, match=rf"{argument} must .* got (MPI\.)?(IN_PLACE|BOTTOM)"):
+                OTHER_ARGUMENTS[argument](constant)
+
+    each(arguments, check)
 
 
 def test_leaves_may_be_none(size):
@@ -567,9 +594,9 @@ def test_leaves_may_be_functions(comm, rank, size):
     for i, (given, call, witness) in enumerate(calls):
         arrays = [x for x in jax.tree.leaves(given) if is_array(x)]
         others = jax.tree.map(lambda x: None if is_array(x) else x, given)
-        found = jax.tree.map(lambda x: None if is_array(x) else x, call(given))
-        assert found == others, i
-        results = [x for x in jax.tree.leaves(call(given)) if is_array(x)]
+        result = call(given)
+        assert jax.tree.map(lambda x: None if is_array(x) else x, result) == others, i
+        results = [x for x in jax.tree.leaves(result) if is_array(x)]
         assert len(results) == len(arrays), i
         for x, result in zip(arrays, results, strict=True):
             if witness is not None:

@@ -9,12 +9,10 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from support.launch import launch
-from support.table import CASES, NEW_JAX, draw, max_ranks
-
-pytestmark = pytest.mark.two_ranks_suffice
+from support.rows import each, rows
+from support.table import CASES, NEW_JAX, draw
 
 MOVING = [case for case in CASES if case.moves]
-KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
 def keys_of(words, kind):
@@ -38,44 +36,35 @@ def check(case, result, words, kind, rank):
     np.testing.assert_array_equal(jax.random.key_data(result), expected, err_msg=str(case))
 
 
-def all_at_once(way, comm, kind, shape):
-    """The results of all operations in one program, as most of the time goes into compiling."""
-    words = [inputs(case, shape, kind, comm.size) for case in MOVING]
-
-    def call(arrays):
-        return [case.call(x, comm, 0) for case, x in zip(MOVING, arrays, strict=True)]
-
-    for case, its, result in zip(
-        MOVING, words, way(call)([keys_of(each[comm.rank], kind) for each in words]), strict=True
-    ):
-        check(case, result, its, kind, comm.rank)
-
-
-@pytest.mark.parametrize("shape", [(), (2, 3), (0,)], ids=str)
-@pytest.mark.parametrize("kind", max_ranks(2, KINDS, but=["rbg"]))
-def test_moves(kind, shape, comm):
-    all_at_once(jax.jit, comm, kind, shape)
+@rows("cases", MOVING)
+def test_moves(cases, comm, rank, size):
+    kinds = {
+        jax.jit: [("threefry2x32", ()), ("rbg", (2, 3)), ("unsafe_rbg", (0,))],
+        jaxmpi.jit: [("threefry2x32", (3,))],
+    }
+    for way, chosen in kinds.items():
+        calls = [(case, kind, inputs(case, shape, kind, size)) for case in cases for kind, shape in chosen]
+        call = way(lambda xs, calls=calls: [case.call(x, comm, 0) for (case, *_), x in zip(calls, xs, strict=True)])
+        results = call([keys_of(words[rank], kind) for _, kind, words in calls])
+        checked = lambda row: check(row[0][0], row[1], row[0][2], row[0][1], rank)  # noqa: E731
+        each(list(zip(calls, results, strict=True)), checked, lambda row: f"{row[0][0]} {row[0][1]}")
 
 
-@pytest.mark.parametrize("way", [lambda f: f, jaxmpi.jit], ids=["eagerly", "jaxmpi.jit"])
-def test_moves_in_other_ways(way, comm):
-    all_at_once(way, comm, "threefry2x32", (3,))
-
-
-@pytest.mark.parametrize("case", [case for case in MOVING if not case.variant], ids=str)
-def test_under_vmap_scan_and_grad(case, comm, rank, size):
+@rows("cases", [case for case in MOVING if not case.variant])
+def test_under_vmap_scan_and_grad(cases, comm, rank, size):
     """A batch of keys, in a loop, in a function that is differentiated."""
-    kind, shape = "threefry2x32", (2,)
-    batch = [np.stack(words) for words in zip(*([inputs(case, shape, kind, size)] * 3), strict=True)]
-    batch = [words + np.arange(3, dtype=np.uint32).reshape(3, *[1] * (words.ndim - 1)) for words in batch]
-    own = keys_of(batch[rank], kind)
+    kind, batches = "threefry2x32", []
+    for case in cases:
+        batch = [np.stack(words) for words in zip(*([inputs(case, (2,), kind, size)] * 3), strict=True)]
+        batches.append([words + np.arange(3, dtype=np.uint32).reshape(3, *[1] * (words.ndim - 1)) for words in batch])
+    own = [keys_of(batch[rank], kind) for batch in batches]
 
     def step(total, keys):
-        moved = jax.vmap(lambda x: case.call(x, comm, 0))(keys)
+        moved = [jax.vmap(lambda x, c=case: c.call(x, comm, 0))(x) for case, x in zip(cases, keys, strict=True)]
         return total + 1.0, moved
 
     def loss(x):
-        total, moved = jax.lax.scan(step, x, jnp.stack([own, own]))
+        total, moved = jax.lax.scan(step, x, [jnp.stack([keys, keys]) for keys in own])
         return total**2, moved
 
     if NEW_JAX:
@@ -83,9 +72,14 @@ def test_under_vmap_scan_and_grad(case, comm, rank, size):
         assert gradient == 6.0
     else:
         _, moved = jax.jit(loss)(1.0)
-    for result in moved:
-        for entry in range(3):
-            check(case, result[entry], [words[entry] for words in batch], kind, rank)
+
+    def checked(row):
+        case, batch, steps = row
+        for result in steps:
+            for entry in range(3):
+                check(case, result[entry], [words[entry] for words in batch], kind, rank)
+
+    each(list(zip(cases, batches, moved, strict=True)), checked, lambda row: str(row[0]))
 
 
 def test_cotangents_of_keys(comm, size):
@@ -128,11 +122,11 @@ def test_words_and_keys(comm, rank, size):
     assert received == jax.random.key(7 + left)
 
 
-@pytest.mark.parametrize("operation", ["replicate", "invariant"])
-def test_the_same_on_all_ranks(operation, comm):
+def test_the_same_on_all_ranks(comm):
     key = jax.random.key(1)
-    result = jax.jit(lambda key: getattr(jaxmpi, operation)({"key": key, "x": 1.0}, comm=comm))(key)
-    assert result["key"] == key
+    both = lambda tree: [f(tree, comm=comm) for f in (jaxmpi.replicate, jaxmpi.invariant)]  # noqa: E731
+    for result in jax.jit(lambda key: both({"key": key, "x": 1.0}))(key):
+        assert result["key"] == key
 
 
 def test_wait_after_keys(comm):
@@ -172,9 +166,9 @@ def test_requests_of_keys_in_control_flow(comm, rank):
 # --- grids and neighbours -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
-def test_grid(kind, comm, rank, size):
+def test_grid(comm, rank, size):
     """A key for each cell: its words are exchanged as those of an array with one axis more, that is not the grid's."""
+    kind = "rbg"
     grid = jaxmpi.Grid((size, 1), (3 * size, 4), periodic=(True, False), comm=comm)
     words = words_of((3 * size, 4), kind, 9)
     whole = keys_of(words, kind)
@@ -218,22 +212,28 @@ def test_neighbors(comm, rank, size):
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("allreduce", lambda key: notoken.allreduce({"k": key}, MPI.SUM)),
-        ("iallreduce", lambda key: notoken.iallreduce({"k": key}, MPI.BXOR)),
-        ("reduce", lambda key: notoken.reduce({"k": key}, MPI.SUM, 0)),
-        ("scan", lambda key: notoken.scan({"k": key}, MPI.MAX)),
-        ("exscan", lambda key: notoken.exscan({"k": key}, MPI.SUM)),
-        ("reduce_scatter", lambda key: notoken.reduce_scatter({"k": key}, MPI.SUM)),
-        ("reduce_scatter", lambda key: notoken.reduce_scatter({"k": key}, MPI.SUM, [1])),
-    ],
-)
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eagerly", "jit"])
-def test_reductions_are_refused(way, name, call):
-    with pytest.raises(TypeError, match=rf"{name}: x\['k'\] has dtype key<fry>, .*moved, not reduced.*key_data"):
-        way(call)(jax.random.key(0))
+REDUCING = [
+    ("allreduce", lambda key: notoken.allreduce({"k": key}, MPI.SUM)),
+    ("iallreduce", lambda key: notoken.iallreduce({"k": key}, MPI.BXOR)),
+    ("reduce", lambda key: notoken.reduce({"k": key}, MPI.SUM, 0)),
+    ("scan", lambda key: notoken.scan({"k": key}, MPI.MAX)),
+    ("exscan", lambda key: notoken.exscan({"k": key}, MPI.SUM)),
+    ("reduce_scatter", lambda key: notoken.reduce_scatter({"k": key}, MPI.SUM)),
+    ("reduce_scatter", lambda key: notoken.reduce_scatter({"k": key}, MPI.SUM, [1])),
+]
+
+
+@pytest.mark.one_rank
+def test_reductions_are_refused():
+    def refused(row):
+        name, call = row
+        for way in (lambda f: f, jax.jit):
+            with pytest.raises(
+                TypeError, match=rf"{name}: x\['k'\] has dtype key<fry>, .*moved, not reduced.*key_data"
+            ):
+                way(call)(jax.random.key(0))
+
+    each(REDUCING, refused, lambda row: row[0])
 
 
 def test_a_scalar_has_no_first_axis(comm, size):

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from support.rows import each, rows
 from support.table import draw, dtype_of
 
 DTYPES = ["float32", "complex128", "int8", "bfloat16", "float8_e4m3fn", "bool"]
@@ -60,76 +61,102 @@ def right(rank, sources, destinations, own_blocks, shape, dtype, seed=0):
     return np.stack(found) if found else np.zeros((0, *shape), dtype_of(dtype))
 
 
-FUNCTIONS = [(notoken.neighbor_allgather, False), (notoken.neighbor_alltoall, True)]
-BOTH = pytest.mark.parametrize(("function", "own_blocks"), FUNCTIONS, ids=["allgather", "alltoall"])
+FUNCTIONS = {"allgather": (notoken.neighbor_allgather, False), "alltoall": (notoken.neighbor_alltoall, True)}
+BOTH = rows("names", FUNCTIONS)
+SEEDS = range(4)
+
+
+@pytest.fixture
+def graphs(comm):
+    made = [make_graph(comm, seed) for seed in SEEDS]
+    yield made
+    for graph, _, _ in made:
+        graph.Free()
 
 
 @BOTH
-@pytest.mark.parametrize("seed", range(6))
-def test_random_graphs(function, own_blocks, seed, comm, rank):
-    graph, sources, destinations = make_graph(comm, seed)
-    dtypes = [DTYPES[(seed + i) % len(DTYPES)] for i in range(3)]
-    shapes = [(), (2, 3), (0, 2)]
-    tree = [data(rank, destinations, own_blocks, s, d) for s, d in zip(shapes, dtypes, strict=True)]
+def test_random_graphs(names, graphs, rank):
+    """Trees of arrays of several dtypes and shapes."""
+    calls, inputs, wanted = [], [], []
+    for name in names:
+        function, own_blocks = FUNCTIONS[name]
+        for seed, (graph, sources, destinations) in zip(SEEDS, graphs, strict=True):
+            leaves = list(
+                zip([(), (2, 3), (0, 2)], [DTYPES[(2 * seed + i) % len(DTYPES)] for i in range(3)], strict=True)
+            )
+            calls.append((f"{name} {seed}", lambda x, f=function, graph=graph: f(x, comm=graph)))
+            inputs.append([jnp.asarray(data(rank, destinations, own_blocks, *leaf)) for leaf in leaves])
+            wanted.append([right(rank, sources, destinations, own_blocks, *leaf) for leaf in leaves])
+
+    def same(row):
+        _, expected, results = row
+        for want, got in zip(expected, results, strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(np.asarray(got), want)
+
     for jit in (lambda f: f, jax.jit, jaxmpi.jit):
-        results = jit(lambda x: function(x, comm=graph))([jnp.asarray(x) for x in tree])
-        for shape, dtype, result in zip(shapes, dtypes, results, strict=True):
-            expected = right(rank, sources, destinations, own_blocks, shape, dtype)
-            assert result.dtype == expected.dtype
-            np.testing.assert_array_equal(np.asarray(result), expected)
-    graph.Free()
+        results = jit(lambda xs: [call(x) for (_, call), x in zip(calls, xs, strict=True)])(inputs)
+        each(list(zip(calls, wanted, results, strict=True)), same, lambda row: row[0][0])
 
 
 @BOTH
-@pytest.mark.parametrize("seed", range(4))
-def test_derivatives(function, own_blocks, seed, comm, rank):
-    graph, sources, destinations = make_graph(comm, seed)
-    x, v = (jnp.asarray(data(rank, destinations, own_blocks, (3,), "float64", s)) for s in range(2))
-    f = lambda x: function(x, comm=graph)  # noqa: E731
-    _, forward = jax.jvp(f, (x,), (v,))
-    np.testing.assert_array_equal(forward, right(rank, sources, destinations, own_blocks, (3,), "float64", 1))
-    ct = jnp.asarray(draw(forward.shape, np.float64, rank, 7))
-    adjoint = lambda ct: jax.vjp(f, x)[1](ct)[0]  # noqa: E731
-    dot = lambda a, b: comm.allreduce(float(jnp.sum(a * b)))  # noqa: E731
-    assert dot(forward, ct) == dot(v, adjoint(ct))
-    np.testing.assert_array_equal(jax.vjp(adjoint, ct)[1](v)[0], forward)
-    graph.Free()
+def test_derivatives(names, graphs, comm, rank):
+    calls = [(*FUNCTIONS[name], *graph) for name in names for graph in graphs]
+    given = [[data(rank, ends, own, (3,), "float64", s) for s in range(2)] for _, own, _, _, ends in calls]
+    wanted = [right(rank, sources, ends, own, (3,), "float64", 1) for _, own, _, sources, ends in calls]
+    cts = [draw(y.shape, np.float64, rank, 7) for y in wanted]
+
+    def derivatives(call, x, v, ct):
+        f = lambda x: call[0](x, comm=call[2])  # noqa: E731
+        adjoint = lambda ct: jax.vjp(f, x)[1](ct)[0]  # noqa: E731
+        return jax.jvp(f, (x,), (v,))[1], adjoint(ct), jax.vjp(adjoint, ct)[1](v)[0]
+
+    every = jax.jit(lambda given, cts: [derivatives(c, *xs, ct) for c, xs, ct in zip(calls, given, cts, strict=True)])
+    for (_, v), expected, ct, (forward, back, again) in zip(given, wanted, cts, every(given, cts), strict=True):
+        np.testing.assert_array_equal(forward, expected)
+        np.testing.assert_array_equal(again, forward)
+        assert comm.allreduce(float(np.sum(forward * ct) - np.sum(v * back))) == 0
 
 
 @BOTH
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_batches(function, own_blocks, where, comm, rank):
-    graph, sources, destinations = make_graph(comm, 1)
-    xs = [data(rank, destinations, own_blocks, (2, 3), "float32", seed) for seed in range(2)]
-    fixed = jnp.asarray(data(rank, destinations, own_blocks, (4,), "int32"))
-    mapped = jax.vmap(lambda x, y: function((x, y), comm=graph), (where, None), (0, None))
-    ys, z = mapped(jnp.stack([jnp.asarray(x) for x in xs], axis=where), fixed)
-    for seed in range(2):
-        np.testing.assert_array_equal(ys[seed], right(rank, sources, destinations, own_blocks, (2, 3), "float32", seed))
-    np.testing.assert_array_equal(z, right(rank, sources, destinations, own_blocks, (4,), "int32"))
-    graph.Free()
+def test_batches(names, graphs, comm, rank):
+    graph, sources, destinations = graphs[1]
+    for name in names:
+        function, own_blocks = FUNCTIONS[name]
+        xs = [data(rank, destinations, own_blocks, (2, 3), "float32", seed) for seed in range(2)]
+        fixed = jnp.asarray(data(rank, destinations, own_blocks, (4,), "int32"))
+        call = lambda x, y, f=function: f((x, y), comm=graph)  # noqa: E731
+        mapped = jax.jit(lambda xs, y, c=call: [jax.vmap(c, (i, None), (0, None))(x, y) for i, x in enumerate(xs)])
+        for ys, z in mapped([jnp.stack([jnp.asarray(x) for x in xs], axis=where) for where in range(3)], fixed):
+            for seed in range(2):
+                expected = right(rank, sources, destinations, own_blocks, (2, 3), "float32", seed)
+                np.testing.assert_array_equal(ys[seed], expected)
+            np.testing.assert_array_equal(z, right(rank, sources, destinations, own_blocks, (4,), "int32"))
 
 
-def dims_of(size, dimensions):
-    return MPI.Compute_dims(size, dimensions)
-
-
-@pytest.mark.parametrize(("dimensions", "periods"), [
-    (n, periods) for n in (1, 2, 3) for periods in itertools.product([False, True], repeat=n)
-])  # fmt: skip
-def test_cartesian(dimensions, periods, comm, rank):
+def test_cartesian(comm, rank):
     """The block sent one way along an axis arrives in the place of the neighbour on the other side."""
-    cart = comm.Create_cart(dims_of(comm.size, dimensions), periods=periods)
-    neighbors = [r for axis in range(dimensions) for r in cart.Shift(axis, 1)]
-    x = jnp.asarray([[100 * rank + at, -1] for at in range(2 * dimensions)])
-    result = notoken.neighbor_alltoall(x, comm=cart)
-    gathered = notoken.neighbor_allgather(jnp.asarray(float(rank + 1)), comm=cart)
-    for at, neighbor in enumerate(neighbors):
-        sent_as = at ^ 1  # the neighbour's block for the opposite direction
-        expected = [0, 0] if neighbor == MPI.PROC_NULL else [100 * neighbor + sent_as, -1]
-        np.testing.assert_array_equal(result[at], expected)
-        assert gathered[at] == (0 if neighbor == MPI.PROC_NULL else neighbor + 1)
-    cart.Free()
+    shapes = [(n, periods) for n in (1, 2, 3) for periods in itertools.product([False, True], repeat=n)]
+    carts = [comm.Create_cart(MPI.Compute_dims(comm.size, n), periods=periods) for n, periods in shapes]
+
+    @jax.jit
+    def call():
+        xs = [jnp.asarray([[100 * rank + at, -1] for at in range(2 * n)]) for n, _ in shapes]
+        swapped = [notoken.neighbor_alltoall(x, comm=cart) for x, cart in zip(xs, carts, strict=True)]
+        return swapped, [notoken.neighbor_allgather(jnp.asarray(float(rank + 1)), comm=cart) for cart in carts]
+
+    def check(row):
+        (dimensions, _), cart, swapped, gathered = row
+        for at, neighbor in enumerate(r for axis in range(dimensions) for r in cart.Shift(axis, 1)):
+            sent_as = at ^ 1  # the neighbour's block for the opposite direction
+            expected = [0, 0] if neighbor == MPI.PROC_NULL else [100 * neighbor + sent_as, -1]
+            np.testing.assert_array_equal(swapped[at], expected)
+            assert gathered[at] == (0 if neighbor == MPI.PROC_NULL else neighbor + 1)
+
+    each(list(zip(shapes, carts, *call(), strict=True)), check, lambda row: str(row[0]))
+    jax.effects_barrier()
+    for cart in carts:
+        cart.Free()
 
 
 def test_as_mpi_does(comm, rank):

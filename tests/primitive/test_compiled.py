@@ -19,10 +19,7 @@ from primitive.test_slices import LENGTH, ROWS, WAYS
 from primitive.test_slices import OPERATIONS as SLICED
 from support.table import CASES
 
-pytestmark = [
-    pytest.mark.skipif("JAXMPI_TEST_COMPILED" not in os.environ, reason="needs JAX's plugin: make test-compiled"),
-    pytest.mark.two_ranks_suffice,
-]
+pytestmark = pytest.mark.skipif("JAXMPI_TEST_COMPILED" not in os.environ, reason="make test-compiled")
 
 DEVICE = """
 gpu_device_info {

@@ -5,7 +5,6 @@ import functools
 import gc
 import inspect
 import pickle
-import time
 import warnings
 import weakref
 
@@ -20,21 +19,6 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from jaxmpi._primitive.effect import EFFECT
-from support.table import CASES, FEW_SHAPES, SHAPES, max_ranks
-
-pytestmark = pytest.mark.two_ranks_suffice
-
-
-@pytest.mark.slow("case")
-@pytest.mark.parametrize("shape", max_ranks(2, SHAPES, but=FEW_SHAPES), ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_same_result_as_numpy(case, shape, comm, rank, size):
-    for root in case.roots(size):
-        inputs = comm.allgather(case.inputs(shape, np.float32, size, root)[rank])
-        result = jaxmpi.jit(lambda x, root=root: case.call(x, comm, root))(jnp.asarray(inputs[rank]))
-        expected = case.expected(inputs, rank, root)
-        assert result.shape == expected.shape
-        np.testing.assert_array_equal(result, expected)
 
 
 def test_control_flow(size):
@@ -171,7 +155,7 @@ def test_jit_and_eager_calls_in_turn(rank, size):
     ring = [way(lambda x: notoken.sendrecv(x, x, left, right)) for way in ways]
     gather = [way(notoken.allgather) for way in ways]
     results = []
-    for i in range(40):
+    for i in range(18):
         a, b, c = (i * 7) % 3, (i * 5 + 1) % 3, (i * 11 + i // 3) % 3
         x = jnp.float64(i + rank)
         results.append((slowly[a](jnp.float64(i)), ring[b](x), gather[c](x)))
@@ -206,7 +190,7 @@ def test_two_threads(two_threads, rank, size):
         left, right = (rank - 1) % size, (rank + 1) % size
         ways = [jaxmpi.jit, jax.jit, lambda f: f]
         calls = [way(lambda x: notoken.sendrecv(x, x, left, right, comm=part)) for way in ways]
-        for i in range(60):
+        for i in range(30):
             y = calls[i % 3](jnp.full(3, 1000.0 * seed + 10 * i + rank))
             z = calls[(i + 1) % 3](y)
             assert y[0] == 1000.0 * seed + 10 * i + left
@@ -297,7 +281,6 @@ def test_barrier_after_error(way, rank, size):
     if rank == 1:
         with pytest.raises(Exception, match="would be truncated"):
             jax.block_until_ready(way(lambda x: notoken.recv(x, 0))(jnp.ones(3)))
-    time.sleep(0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert notoken.allreduce(1, MPI.SUM) == size
@@ -361,18 +344,24 @@ def test_bcast_in_place(threshold, monkeypatch, rank):
         "intermediate": (lambda x: of_root(2 * x), lambda x: 2 * x, True),
         "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, lambda x: 6 * x, False),
         "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), lambda x: 8 * x, True),
-        "while": (lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)), None, True),
-        "kept by the loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x), None, False),
+        "while": (
+            lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)),
+            lambda x: 128,
+            True,
+        ),
+        "kept by the loop": (
+            lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x),
+            lambda x: rank + 4 * x,
+            False,
+        ),
         "call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(x * 2), lambda x: 2 * x + 1, True),
-        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, None, False),
+        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, lambda x: 3 * x, False),
     }
     for name, (function, expected, spare) in functions.items():
         x = jnp.full(3, rank + 1.0)
         result = jaxmpi.jit(function)(x)
         np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
-        np.testing.assert_array_equal(result, jax.jit(function)(x), err_msg=name)
-        if expected is not None:
-            np.testing.assert_array_equal(result, np.full(3, expected(1.0)), err_msg=name)
+        np.testing.assert_array_equal(result, np.full(3, expected(1.0)), err_msg=name)
         text = jit._discharged_jit(function, {}).lower(np.zeros(0, bool), x).as_text()
         assert ("output_operand_alias" in text) == (spare and rank == 0), name
         assert all("-> (tensor<3x" in line for line in text.splitlines() if "@jaxmpi_bcast" in line), name
@@ -412,8 +401,7 @@ def test_short_computations_of_what_is_not_ready(size):
     assert links[-1] is not links[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 8))])
 def test_mixtures(seed, rank, size):
     """Random mixtures of ways to call, sizes, and operands that are still being computed: messages of one tag, so that
     each call gets its neighbour's value only if all have been executed in order."""
@@ -433,7 +421,7 @@ def test_mixtures(seed, rank, size):
 
     calls = [[way(f) for way in ways] for f in (sums, ring, loop)]
     results = []
-    for i in range(60):
+    for i in range(40):
         kind, way, elements = draw.integers(3), draw.integers(3), int(draw.choice([1, 7, 900, 3000]))
         x = jnp.full(elements, float(100 * i + rank))
         if draw.integers(3) == 0:
@@ -511,22 +499,21 @@ def test_is_like_a_function(size):
     assert list(inspect.signature(Model.total).parameters) == ["self", "x"]
     assert pickle.loads(pickle.dumps(by_name)) is by_name
     assert copy.deepcopy(by_name) is by_name
+
+
+def test_functions_are_not_kept(size):
+    """Nor those that are kept by themselves."""
     made = jaxmpi.jit(lambda x: x + 1)
     made.itself = made
     assert made(1) == 2
     gone = weakref.ref(made)
     del made
-    jax.clear_caches()
-    gc.collect()
-    assert gone() is None
-
-
-def test_functions_are_not_kept(size):
     before = sum(type(x).__name__ == "Jitted" for x in gc.get_objects())
-    for i in range(20):
+    for i in range(6):
         f = jaxmpi.jit(lambda x, i=i: notoken.allreduce(x, MPI.SUM) + i)
         assert f(1.0) == size + i
     del f
     jax.clear_caches()
     gc.collect()
+    assert gone() is None
     assert sum(type(x).__name__ == "Jitted" for x in gc.get_objects()) <= before

@@ -15,6 +15,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from jaxmpi._primitive.effect import EFFECT
+from support.rows import each, rows
 
 pair = pytest.mark.ranks(2)
 
@@ -39,9 +40,9 @@ N = 50_000  # 400 kB: no MPI sends that without a receiver
 
 
 @pair
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoint"])
-@pytest.mark.parametrize("where", ["straight", "nested jit", "scan", "while", "fori", "cond"])
-def test_pair_of_ranks_in_control_flow(where, checkpointed, rank):
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+@rows("places", ["straight", "nested jit", "scan", "while", "fori", "cond"])
+def test_pair_of_ranks_in_control_flow(places, wrap, rank):
     def step(x):
         return swap(x, rank) + 1
 
@@ -66,12 +67,13 @@ def test_pair_of_ranks_in_control_flow(where, checkpointed, rank):
             x = lax.cond(x[0] > -1 if i % 2 else x[0] < -1, step, lambda v: swap(v * 1.0, rank) + 1, x)
         return x
 
-    f = {"straight": straight, "nested jit": nested, "scan": scanned, "while": loop, "fori": fori, "cond": branches}
-    f = jax.jit(jax.checkpoint(f[where]) if checkpointed else f[where])
+    fs = {"straight": straight, "nested jit": nested, "scan": scanned, "while": loop, "fori": fori, "cond": branches}
+    call = jax.jit(lambda x: {place: wrap(fs[place])(x) for place in places})
     x = jnp.full(N, 10.0 * rank)
     expected = 10.0 * (1 - rank if rank < 2 else rank) + 3
-    for _ in range(3):
-        np.testing.assert_array_equal(f(x), np.full(N, expected))
+    for _ in range(2):
+        found = call(x)
+        each(places, lambda place, found=found: np.testing.assert_array_equal(found[place], np.full(N, expected)))
 
 
 def test_condition_of_while(rank, size):
@@ -123,8 +125,8 @@ def test_results_swapped_by_tag(rank):
 
 
 @pytest.mark.seconds(300)
-def test_thousand_rounds(rank, size):
-    """A ring exchange and collectives, eager and jitted calls in turn, a thousand rounds."""
+def test_many_rounds(rank, size):
+    """A ring exchange and collectives, eager and jitted calls in turn."""
     left, right = (rank - 1) % size, (rank + 1) % size
 
     @jax.jit
@@ -139,7 +141,7 @@ def test_thousand_rounds(rank, size):
 
     x = jnp.arange(4.0) + rank
     values = np.stack([np.arange(4.0) + r for r in range(size)])
-    for i in range(1000):
+    for i in range(200):
         kind = i % 5
         if kind == 0:
             x, values = exchange(x), np.roll(values, 1, axis=0)
@@ -156,62 +158,6 @@ def test_thousand_rounds(rank, size):
             values = np.cumsum(values, axis=0)
         x, values = x % 1001, values % 1001
     np.testing.assert_array_equal(x, values[rank])
-
-
-def test_asynchronous_dispatch(rank, size):
-    """Calls that are dispatched while others still compute keep their order."""
-
-    @jax.jit
-    def slow(x):
-        y = lax.fori_loop(0, 20, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
-        return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
-
-    quick = jax.jit(lambda x: notoken.allgather(x))
-    results = []
-    for i in range(10):
-        results.append((slow(jnp.float64(i)), quick(jnp.float64(i * rank)), notoken.scan(jnp.float64(i), MPI.SUM)))
-    for i, (a, b, c) in enumerate(results):
-        assert a == i * size
-        np.testing.assert_array_equal(b, i * np.arange(size))
-        assert c == i * (rank + 1)
-
-
-def test_two_threads(two_threads, rank, size):
-    """Two threads on two communicators, jitted and eager: each keeps its order, neither waits for the other."""
-
-    def work(part, seed):
-        f = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=part))
-        for i in range(50):
-            y = f(jnp.full(3, 1000.0 * seed + 10 * i + rank))
-            assert y[0] == 1000.0 * seed + 10 * i + (rank - 1) % size
-            assert notoken.allreduce(jnp.float64(i + seed), MPI.SUM, comm=part) == size * (i + seed)
-
-    two_threads(work)
-
-
-def test_custom_derivatives(rank, size):
-    """Communication inside custom_vjp and custom_jvp functions."""
-
-    @jax.custom_vjp
-    def total(x):
-        return notoken.allreduce(x, MPI.SUM)
-
-    total.defvjp(lambda x: (total(x), None), lambda _, g: (notoken.allreduce(g, MPI.SUM),))
-    value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(total(x) ** 2)))(jnp.ones(3))
-    assert value == 3 * size**2
-    np.testing.assert_array_equal(gradient, np.full(3, 2.0 * size * size))
-
-    @jax.custom_jvp
-    def largest(x):
-        return notoken.allreduce(x, MPI.MAX)
-
-    @largest.defjvp
-    def _(primals, tangents):
-        return largest(*primals), notoken.allreduce(tangents[0], MPI.SUM)
-
-    value, tangent = jax.jit(lambda x: jax.jvp(largest, (x,), (2 * x,)))(jnp.ones(3))
-    np.testing.assert_array_equal(value, np.ones(3))
-    np.testing.assert_array_equal(tangent, np.full(3, 2.0 * size))
 
 
 @pytest.mark.parametrize("outer", [jax.jit, jaxmpi.jit], ids=["jit", "jaxmpi"])

@@ -7,14 +7,12 @@ programs for a GPU on any machine.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-
-pytestmark = pytest.mark.two_ranks_suffice
+from support.rows import each, rows
 
 ROWS, LENGTH = 6, 256
 
@@ -28,7 +26,7 @@ def _around(x):
     return notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size)
 
 
-def rows(f, x):
+def read(f, x):
     """Rows are read by a loop."""
     return lax.fori_loop(0, ROWS, lambda i, total: total + f(x[i]), jnp.zeros_like(x[0]))
 
@@ -64,15 +62,19 @@ def slope(f, x):
     return jax.grad(steps)(x)
 
 
-WAYS = [rows, in_place, stacked, static, into, slope]
+WAYS = [read, in_place, stacked, static, into, slope]
 OPERATIONS = [_sum, _around]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_slices(operation, way, rank):
+@rows("ways", WAYS, lambda way: way.__name__)
+def test_slices(ways, rank):
     x = np.linspace(-1, 1, ROWS * LENGTH).reshape(ROWS, LENGTH) * (rank + 1)
-    found = jaxmpi.jit(lambda x: way(operation, x))(jnp.asarray(x))
+    calls = [(way, operation) for way in ways for operation in OPERATIONS]
+    found = jaxmpi.jit(lambda x: [way(operation, x) for way, operation in calls])(jnp.asarray(x))
     with jax.disable_jit():  # each operation by itself, loops by Python
-        expected = way(operation, jnp.asarray(x))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), found, expected)
+        expected = [way(operation, jnp.asarray(x)) for way, operation in calls]
+
+    def same(row):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12), *row[1:])
+
+    each(list(zip(calls, found, expected, strict=True)), same, lambda row: " ".join(f.__name__ for f in row[0]))

@@ -5,17 +5,23 @@ rows and columns. For any v and w, <J v, w> = <v, J' w> summed over the ranks. F
 itself, at x + h v on all ranks, are the witness of J v.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-import jaxmpi
 from jaxmpi import notoken
+from support.rows import each
 from support.table import NEW_JAX
 
 needs_new_jax = pytest.mark.skipif(not NEW_JAX, reason="this JAX drops what has no result that is used")
+STEP = 1e-6
+"""Of finite differences."""
 
 
 def draw(shape, dtype, rank, seed):
@@ -24,7 +30,7 @@ def draw(shape, dtype, rank, seed):
     x = generator.normal(size=shape)
     if np.issubdtype(dtype, np.complexfloating):
         x = x + 1j * generator.normal(size=shape)
-    return jnp.asarray(x).astype(dtype)
+    return jnp.asarray(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
 def tree_dot(a, b):
@@ -33,39 +39,104 @@ def tree_dot(a, b):
     )
 
 
-def check(f, x, comm, rtol=1e-12, differences=True, replicated=False, compiled=False):
-    """J v of `f` at `x` by jvp against finite differences, and J' w by vjp against J v. `replicated`: results of
-    `f` are one value on all ranks, which counts once. `compiled`: J' w also through jit."""
+@dataclass(frozen=True)
+class Map:
+    """A function on all ranks, where `check_all` differentiates it, and what the results are compared with."""
+
+    name: str
+    f: Callable[..., Any]
+    x: Any
+    rtol: float = 1e-12
+    replicated: bool = False
+    """The results of `f` are one value on all ranks, which counts once."""
+    expected: Any = None
+    """J v where v is `direction(x, rank)`, or the index of the map that has the same; else finite differences are."""
+
+    def __str__(self):
+        return self.name
+
+
+def direction(x, rank):
+    """The tangent of a rank's point."""
+    return jax.tree.map(lambda leaf: draw(leaf.shape, leaf.dtype, rank, 1), x)
+
+
+def _products(maps, xs, vs, noise):
+    """Of each map J v by jvp, w, J' w by vjp, and the values at x + h v and x - h v where these are the witness."""
+    found = []
+    for tested, x, v in zip(maps, xs, vs, strict=True):
+        y, jv = jax.jvp(tested.f, (x,), (v,))
+        drawn = noise[1 if tested.replicated else 0]
+        w = jax.tree.map(lambda leaf, drawn=drawn: _like(leaf, drawn), y)
+        (jtw,) = jax.vjp(tested.f, x)[1](w)
+        steps = [STEP, -STEP] if tested.expected is None else []
+        near = [tested.f(jax.tree.map(lambda a, b, h=h: a + h * b, x, v)) for h in steps]
+        found.append((jv, w, jtw, near))
+    return found
+
+
+def _like(leaf, drawn):
+    drawn = drawn[: leaf.size].reshape(leaf.shape)
+    return (drawn if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else drawn.real).astype(leaf.dtype)
+
+
+def check_all(maps, comm, ways=(jax.jit,)):
+    """J v of each map by jvp against finite differences or what is expected, and J' w by vjp against J v: all maps in
+    one program, in each of the ways to execute it."""
     rank, size = comm.rank, comm.size
-    v = jax.tree.map(lambda leaf: draw(leaf.shape, leaf.dtype, rank, 1), x)
-    y, jv = jax.jvp(f, (x,), (v,))
-    if differences:
-        h = 1e-6
-        above, below = (f(jax.tree.map(lambda a, b, s=s: a + s * h * b, x, v)) for s in (1, -1))
-        for got, up, down in zip(*map(jax.tree.leaves, (jv, above, below)), strict=True):
-            np.testing.assert_allclose(got, (up - down) / (2 * h), rtol=1e-6, atol=1e-7)
-    w = jax.tree.map(lambda leaf: draw(leaf.shape, leaf.dtype, 0 if replicated else rank, 2), y)
-    (jtw,) = jax.vjp(f, x)[1](w)
-    left = comm.allreduce(tree_dot(jv, w)) / (size if replicated else 1)
-    np.testing.assert_allclose(comm.allreduce(tree_dot(v, jtw)), left, rtol=rtol, atol=rtol)
-    if not compiled:
-        return
-    (jitted,) = jax.jit(lambda x, w: jax.vjp(f, x)[1](w))(x, w)
-    (ours,) = jaxmpi.jit(lambda x, w: jax.vjp(f, x)[1](w))(x, w)
-    for a, b, c in zip(*map(jax.tree.leaves, (jtw, jitted, ours)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
-        np.testing.assert_array_equal(b, c)
+    xs = [tested.x for tested in maps]
+    vs = [direction(x, rank) for x in xs]
+    noise = [draw((512,), complex, r, 2) for r in (rank, 0)]
+    for way in ways:
+        found = way(lambda xs, vs, noise: _products(maps, xs, vs, noise))(xs, vs, noise)
+        found = jax.tree.map(np.asarray, found)
+        sides = [(tree_dot(jv, w), tree_dot(v, jtw)) for v, (jv, w, jtw, _) in zip(vs, found, strict=True)]
+        sides = comm.allreduce(np.asarray(sides, complex))
+
+        def check(row, found=found, sides=sides):
+            i, tested = row
+            jv, _, _, near = found[i]
+            if tested.expected is None:
+                differences = jax.tree.map(lambda up, down: (up - down) / (2 * STEP), *near)
+                _close(jv, differences, 1e-6, 1e-7)
+            else:
+                same = isinstance(tested.expected, int)
+                _close(jv, found[tested.expected][0] if same else tested.expected, tested.rtol, tested.rtol)
+            left, right = sides[i]
+            np.testing.assert_allclose(
+                right, left / (size if tested.replicated else 1), rtol=tested.rtol, atol=tested.rtol
+            )
+
+        each(list(enumerate(maps)), check, lambda row: str(row[1]))
+
+
+def _close(ours, theirs, rtol, atol):
+    for got, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert got.shape == wanted.shape
+        wide = [np.asarray(x, complex) for x in (got, wanted)]
+        np.testing.assert_allclose(*wide, rtol=rtol, atol=atol)
+
+
+def check_wrapped(f, x, wraps, comm, rtol=1e-12, ways=(jax.jit,)):
+    """`check_all` of `f(wrap)` for each of the wraps, which all have the same J v."""
+    maps = [Map(name, f(wrap), x, rtol, expected=0 if i else None) for i, (name, wrap) in enumerate(wraps.items())]
+    check_all(maps, comm, ways)
+
+
+def check(f, x, comm, rtol=1e-12, ways=(jax.jit,)):
+    """`check_all` of one function that does not return one value on all ranks."""
+    check_all([Map("function", f, x, rtol)], comm, ways)
 
 
 def between_ranks(rank, size):
     """Each operation of an array (size, ...) in which what other ranks pass matters to this one, or the reverse."""
-    return [
-        notoken.allgather,
-        notoken.alltoall,
-        lambda x: notoken.bcast(x, 0),
-        lambda x: notoken.gather(x, size - 1),
-        lambda x: notoken.reduce(x, MPI.SUM, size - 1),
-        lambda x: notoken.scan(x, MPI.SUM),
-        lambda x: notoken.scatter(x if rank == 0 else x[0], 0),
-        lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
-    ]
+    return {
+        "allgather": notoken.allgather,
+        "alltoall": notoken.alltoall,
+        "bcast": lambda x: notoken.bcast(x, 0),
+        "gather": lambda x: notoken.gather(x, size - 1),
+        "reduce": lambda x: notoken.reduce(x, MPI.SUM, size - 1),
+        "scan": lambda x: notoken.scan(x, MPI.SUM),
+        "scatter": lambda x: notoken.scatter(x if rank == 0 else x[0], 0),
+        "sendrecv": lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
+    }

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 from mpi4py import MPI
 
 from jaxmpi import notoken
@@ -16,8 +15,6 @@ from jaxmpi import notoken
 NEW_JAX = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
 """Whether JAX keeps in derivatives what has no result that is used."""
 
-SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 3), (5, 1, 2)]
-FEW_SHAPES = [(2, 3), (0,)]
 REPLICATED = ("allreduce", "iallreduce")
 """Whose result is one array that all ranks have, with the same cotangent."""
 UFUNCS = {
@@ -37,11 +34,6 @@ UFUNCS = {
 
 def dtype_of(name):
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
-
-
-def max_ranks(n, values, but):
-    """Parameters of a test, of which more than n ranks are another case for those in `but` alone."""
-    return [pytest.param(value, marks=[] if value in but else pytest.mark.max_ranks(n)) for value in values]
 
 
 def draw(shape, dtype, rank, seed=0):
