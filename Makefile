@@ -9,7 +9,7 @@ OUTPUT ?= output
 LIMIT ?= 1800
 # Tests that start jobs mostly wait: more at once than there are cores.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-# CASES=--brief: of tests that start jobs or are slow two cases at most, and nothing that is left to the night.
+# CASES=--brief: without the tests marked nightly, and two cases at most of those marked sampled.
 CASES ?=
 RANKS ?= 2
 

@@ -33,6 +33,7 @@ import pytest  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 import jaxmpi  # noqa: E402
+from jaxmpi._mpi.library import DEVICES  # noqa: E402
 from support import selection  # noqa: E402
 
 if os.environ.get("JAXMPI_TEST_SYNCHRONOUS"):  # JAX reads no variable for that
@@ -116,8 +117,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--brief",
         action="store_true",
-        help="of a test that starts jobs or is slow, two cases at most: the first and the last; fewer random cases; "
-        "what hardly depends on the number of ranks on 2 ranks alone; nothing that is left to the night",
+        help="leave out tests marked nightly, and all but the first and the last case of those marked sampled; draw "
+        "fewer random cases",
     )
 
 
@@ -128,6 +129,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if why := selection.left_out(item, SIZE):
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture
+def own_errors():
+    """Operations raise errors of MPI themselves: those left to a device's stream do not, a later one does."""
+    if jax.default_backend() != "cpu" and not DEVICES.aware and DEVICES.transport in ("callback", "flags"):
+        pytest.skip("operations are left to the device's stream, and a later one raises their errors")
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def pytest(suites: str, options, *more: str, ranks: int = 0, collectives: str = 
 def each_time(options) -> Iterator[Command]:
     options.brief = True
     left_out = [f"--ignore={path(suite)}" for suite in NOT_EACH_TIME.split()]
-    yield pytest("", options, *left_out, "-m", "launches or one_rank")
+    yield pytest("", options, *left_out, "-m", "alone")
     yield pytest("", options, ranks=2)
 
 

@@ -143,13 +143,13 @@ def candidates(part: str, generator: random.Random):
 
 def steps(mutant: Mutant) -> list[list[str]]:
     """What `make test` runs, in the order in which it most likely finds the change."""
-    python, alone = ".venv/bin/python", "launches or one_rank"
+    python = ".venv/bin/python"
     part, *folders = Path(mutant.file).parts
     name = folders[1] if part == "python" else folders[0]
     tests = [f"tests/{FOLDERS.get(name, 'operations')}"] if name in FOLDERS else ["tests/operations", "tests/doors"]
     likely = [
         [python, "-m", "jaxmpi.run", "-n", "2", *BRIEF, *tests],
-        [python, *BRIEF, "-n", "3", "-m", alone, *tests],
+        [python, *BRIEF, "-n", "3", "-m", "alone", *tests],
     ]
     c = [["make", "test-c"]]
     return [*(c if part == "csrc" else []), *likely, ["make", "test"]]

@@ -23,7 +23,7 @@ from jaxmpi._derivatives import higher_order, hooks
 from jaxmpi._jax import internals
 from support.rows import each, rows
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 needs_derivatives = pytest.mark.skipif(not internals.KEEPS_EFFECTS, reason="no derivatives with this JAX")
 TRIED = f"JAX 0.6.0 to {internals.NEWEST_TRIED}"
 HOOKS = hooks.HOOKS if internals.KEEPS_EFFECTS else hooks._REFUSALS
@@ -200,7 +200,8 @@ def test_numbers_of_versions():
     assert internals.numbers("0.12.1.dev20260101+g12345") == (0, 12, 1)
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("version", "count"), [("99.0.1", 1), pytest.param(internals.NEWEST_TRIED, 0, marks=pytest.mark.nightly)]
 )

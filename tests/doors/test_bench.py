@@ -151,7 +151,7 @@ def after(its, run, turns):
     return x
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("cases", [c for c in CASES if c.name in OPERATIONS and c.rows is None])
 def test_witness(cases):
     """The data of each rank is what the suites' table says of all operands, and one wrong element is one."""
@@ -180,7 +180,7 @@ def test_witness(cases):
     each([*itertools.product(cases, (1, 2, 3, 9), (1, 2, 7, 40))], check)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows(
     "cases", itertools.product(("sum", "prod", "max", "min"), ("float32", "int8", "float16", "bfloat16", "complex64"))
 )
@@ -210,7 +210,7 @@ def test_reductions_are_exact(cases):
 # --- the figures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_table_has_each_operation():
     used = {name for row in OPERATIONS.values() for name in row.uses}
     parts = {"after", "check", "index_accumulate"}  # of others; the adjoint of index_exchange sends what that does
@@ -243,7 +243,7 @@ BANDWIDTHS = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_bandwidth():
     """Of 8 GB in 2 s, with the factors of nccl-tests."""
 
@@ -261,7 +261,7 @@ def test_bandwidth():
     each(BANDWIDTHS, check)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_bandwidth_of_halos():
     """Of blocks of 10 x 10 cells: those of the halo that come from others."""
     for ranks, cells in (1, 0), (2, 12 + 12), (4, 4 * 10 + 4), (6, 44):
@@ -285,14 +285,14 @@ NAMES = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_names_of_other_tools():
     for theirs, ours in NAMES:
         assert operations.named(theirs) is OPERATIONS[ours], theirs
         assert report.heading(theirs, OPERATIONS[ours], "").startswith(f"{ours} ({theirs})")
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_sizes():
     sizes = {"8": 8, "1K": 1024, "1KiB": 1024, "1.5 KiB": 1536, "4M": 4 << 20, "2GiB": 2 << 30, "7B": 7}
     assert {text: options.size(text) for text in sizes} == sizes
@@ -307,7 +307,7 @@ def test_rounding_is_said(run, rank, size):
         assert f"sizes are rounded: 1 to {2 * size}" in out
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_plot(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, out, _ = run("bcast", "barrier", "--bytes", 8, 80, *SHORT, "--plot", tmp_path / "figures.png")
@@ -346,7 +346,7 @@ BAD = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("cases", BAD, ids=lambda row: " ".join(row[0]))
 def test_bad_arguments(cases, run):
     """Told once, before anything is measured."""
@@ -377,14 +377,14 @@ def test_ranks_that_differ(run, rank):
         assert "1 ['bcast'" in err
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_needs_two_ranks(run):
     code, _, error = run("osu_latency")
     assert code == 2
     assert "osu_latency needs 2 ranks" in error
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_what_cannot_be_exact():
     with pytest.raises(ValueError, match="the sum over 300 ranks of numbers that differ is not exact in bfloat16"):
         data.Numbers.of(np.dtype(jnp.bfloat16), "sum", 300)
@@ -404,7 +404,8 @@ runpy.run_module("jaxmpi.bench", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_as_a_program(tmp_path):
     """Its tables, and its exit code where one operation has wrong data."""
     path = tmp_path / "program.py"
@@ -422,7 +423,8 @@ def test_as_a_program(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize("plain", [False, True])
 def test_exit_code_of_bad_arguments(plain):
     done = launch(2, "-m", "jaxmpi.bench", "bcasst", check=False, plain=plain)
@@ -431,7 +433,8 @@ def test_exit_code_of_bad_arguments(plain):
 
 
 @pytest.mark.nightly
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_interrupt(ranks):
     """Said in one line. Open MPI's launcher ends its ranks without a word, with an exit code of its own."""

@@ -200,7 +200,7 @@ def test_every_function_is_looked_for():
     assert frozenset(_mpi4jax._FUNCTIONS) == written_for._FUNCTIONS
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_calls_for_the_other_api(capsys):
     """The expected answers are what mpi4jax's documentation says of its releases."""
     imports = "import jpi, mpi4jax\nimport mpi4jax as m\nfrom mpi4jax import allreduce as ar\nimport other\n"
@@ -228,7 +228,7 @@ def test_calls_for_the_other_api(capsys):
 # --- what programs find out -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["mpi4jax", "mpi4jax-token", "jpi"])
 def test_metadata(stand_in, name):
     package = stand_in(name).__name__
@@ -400,7 +400,8 @@ DEEP = {
 }
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 def test_program_that_imports_deep_inside(tmp_path, monkeypatch):
     for name, text in DEEP.items():
@@ -412,7 +413,8 @@ def test_program_that_imports_deep_inside(tmp_path, monkeypatch):
     assert done.stdout.count("total 4.0") == 2
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 def test_program_that_sets_up_mpi4py_first(program):
     program.write_text(
@@ -426,7 +428,8 @@ def test_program_that_sets_up_mpi4py_first(program):
     assert done.stdout == "sum 2.0\n"
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 def test_looking_before_importing(program):
     """Programs ask whether a package is there, import again after a failure, reload; __main__ stays theirs at exit.
@@ -452,7 +455,8 @@ def test_looking_before_importing(program):
         assert text in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 @pytest.mark.parametrize(
     ("options", "text", "told"),
@@ -472,7 +476,8 @@ def test_wrong_use(program, options, text, told):
     assert (done.returncode, done.stdout) == ((2, "") if len(options) > 1 else (1, "started\n"))
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 def test_programs_for_the_other_api(program):
     """Refused before anything runs."""

@@ -254,7 +254,7 @@ def test_whole_numbers(size):
             np.testing.assert_allclose(found, right[transforms[real].spectral_grid.slices], atol=1e-12)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_points_of_padded_axes():
     """No factor gives a point more because it is not exact."""
     for n in range(1, 200):
@@ -442,7 +442,7 @@ BAD = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("cases", BAD, ids=lambda row: row[2])
 def test_bad_calls(cases, comm, size):
     grid = jaxmpi.Grid((size, 1), (4, 6))

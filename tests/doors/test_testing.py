@@ -333,7 +333,7 @@ def test_more_mistakes(mistakes):
     each(mistakes, _check_mistake, name_of)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_relations():
     """Of a gradient to the derivative, which is 1 here. A factor is named if it is the number of ranks in a part of
     them."""
@@ -358,7 +358,8 @@ def test_what_takes_long_is_said(monkeypatch, capfd):
     assert bool(re.search("check_grads: busy for .* s, now to differentiate f in reverse mode.", said)) == (RANK == 0)
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.nightly
 def test_with_comparison_of_cotangents(script):
     """JAXMPI_CHECK=1 would raise on one rank alone."""
@@ -452,7 +453,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("names", WRONG)
 def test_wrong_arguments(names):
     def check(name):

@@ -23,7 +23,7 @@ from jaxmpi._trace import clocks, files, matching, pictures, report
 from programs import errors_page
 from support.launch import launch
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.alone, pytest.mark.sampled]
 
 BEGIN = """
 import os, sys, time
@@ -392,7 +392,7 @@ def test_folder_under_an_umask_of_0(tmp_path):
     assert len(list((tmp_path / "new").iterdir())) == 1
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_bad_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(trace.signal, "signal", lambda *_: None)
     for number, content in enumerate(({}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"})):
@@ -562,7 +562,7 @@ def no_space():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore")  # of JAX about the fork of subprocess
 @pytest.mark.parametrize("way", ["full", "a folder is there", "no folder"])
 def test_table_without_files(way, tmp_path):
@@ -584,7 +584,7 @@ def test_table_without_files(way, tmp_path):
     assert way == "a folder is there" or (tmp_path / "timeline.json").read_text() == "old"
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_files_are_written_elsewhere(tmp_path):
     """And not through a link that someone has put there."""
     make_file(tmp_path / "trace", 0, 1)
@@ -619,7 +619,7 @@ def make_file(folder, rank, size, job="j", launched="l", realtime=0, facts=(), n
     path.write_text("[\n" + ",\n".join(written) + "\n]\n")
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_ranks_that_do_not_know_their_job(tmp_path):
     """Some are told later, some are known by those that were launched with them."""
     make_file(tmp_path, 0, 3, job="x")
@@ -637,7 +637,7 @@ def test_ranks_that_do_not_know_their_job(tmp_path):
     assert matching.match(files.read(tmp_path, "x")).unmatched == 0
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_rank_of_one_of_two_jobs(tmp_path):
     """That does not know which: what has started both is the same. It is in neither."""
     for job in ("first", "second"):
@@ -647,7 +647,7 @@ def test_rank_of_one_of_two_jobs(tmp_path):
     assert found == [("first", [0]), ("own1", [1]), ("second", [0])]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_jobs_of_one_second_have_other_names():
     begin = int(time.time())
     made = [timeline.new_job() for _ in range(1000)]
@@ -657,7 +657,7 @@ def test_jobs_of_one_second_have_other_names():
     assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", name) for name in names)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_names_of_jobs_have_the_time_in_utc(monkeypatch):
     """In all zones of time: ranks on other machines, and those who look for a file, need not know this one's."""
     try:
@@ -670,7 +670,7 @@ def test_names_of_jobs_have_the_time_in_utc(monkeypatch):
     assert name == "20261231-235959-0123abcd"
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_rank_that_is_late(tmp_path):
     """Of those that know their job it may begin when it wants."""
     for rank, realtime in ((0, 0), (1, 1e9)):
@@ -678,7 +678,7 @@ def test_rank_that_is_late(tmp_path):
     assert [rank.rank for rank in files.read(tmp_path)] == [0, 1]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("other", [{"rank": 0}, {"size": 3}, {"realtime": 1e9}], ids=str)
 def test_jobs_are_not_mixed(other, tmp_path):
     make_file(tmp_path, 0, 2, job=None, name="first")
@@ -687,7 +687,7 @@ def test_jobs_are_not_mixed(other, tmp_path):
         files.read(tmp_path)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_ranks_of_communicators_are_listed_once(tmp_path):
     """Where the file that lists them is missing nothing is known of who waited, and what is missing is said."""
     comm = {"number": 1, "name": "half", "members": "h"}
@@ -702,7 +702,7 @@ def test_ranks_of_communicators_are_listed_once(tmp_path):
     assert matching.match(files.read(tmp_path)).unmatched == 1
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_communicators_of_one_name(tmp_path):
     """They are told apart by their order, of those with the same ranks. Two threads may tell one, and one may get
     another name later, which has been its name from the beginning for all others."""
@@ -730,7 +730,7 @@ TRACKS = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("lost", [0, 1])
 def test_beginnings_and_ends_of_several_threads(lost, tmp_path):
     """What has no end was going on when the process ended, or its end is one of the lines that were left out."""
@@ -750,7 +750,7 @@ def test_beginnings_and_ends_of_several_threads(lost, tmp_path):
     assert rank.events == sorted(rank.events, key=lambda event: event.begin)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_lines_that_cannot_be_read_are_told(tmp_path):
     make_file(tmp_path, 0, 1)
     path = tmp_path / "j.00000.json"
@@ -775,7 +775,7 @@ def damaged(lines):
                     yield [*lines[:number], {**line, "args": other} if place else other, *lines[number + 1 :]]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_damaged_timelines(tmp_path):
     """Each is read, or is an error that names the file."""
     members = {"number": 2, "name": "half", "members": "h", "ranks": [1, 0]}
@@ -805,7 +805,7 @@ def test_damaged_timelines(tmp_path):
     assert all(str(path) in error or "choose one by --job" in error for error in refused)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("where", ['"host": "', '"line": "', '"program": ["'])
 def test_no_name_changes_the_terminal(where, tmp_path):
     told_by_error = "program" in where
@@ -819,7 +819,7 @@ def test_no_name_changes_the_terminal(where, tmp_path):
     assert done.returncode == told_by_error
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_a_job_of_many_ranks(tmp_path):
     """Takes no memory for those of which there is nothing."""
     make_file(tmp_path, 5, 1 << 24)
@@ -867,7 +867,7 @@ def made_up(seed, shift, drift):
 
 
 @pytest.mark.parametrize(("shift", "drift"), [(0.0, 0.0), (3e9, 0.0), (-7e8, 2e-7)])
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_clocks_of_machines(shift, drift):
     ranks, truth = made_up(3, shift, drift)
     matched = matching.match(ranks)
@@ -881,7 +881,7 @@ def test_clocks_of_machines(shift, drift):
     assert re.search(r"the clocks of different machines were compared to [\d.]+ us, by their operations", notes)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_who_sends_and_goes_on_does_not_wait():
     """A message that is on its way when its receiver comes late; and one whose sender is held up until then."""
     for end, waited in ((3.0, 0.0), (902.0, 900.0)):
@@ -899,7 +899,7 @@ def test_who_sends_and_goes_on_does_not_wait():
         assert caused.get((0, 1), 0.0) == waited
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("order", [(7, 8), (8, 7)], ids=["in order", "reversed"])
 def test_messages_are_in_the_order_of_starts(order):
     """Not in that of the waits. And who sends by isend is held up in its wait, if anywhere."""
@@ -930,7 +930,7 @@ def test_messages_are_in_the_order_of_starts(order):
     assert [event.waited for event in ranks[0].events if event.name == "wait"] == [80.0, 0.0]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_clocks_that_nothing_connects():
     ranks, _ = made_up(3, 5e8, 0.0)
     for rank in ranks:

@@ -16,7 +16,7 @@ import jaxmpi
 from jaxmpi import notoken
 from jaxmpi._primitive.types import JitOptions, Jitted
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "programs" / "typing_program.py"
 CACHE = ROOT / ".build" / "mypy"

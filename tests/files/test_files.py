@@ -354,7 +354,7 @@ def test_bits_of_dtypes(comm, folder):
     each(names, check)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_every_value_of_narrow_dtypes():
     def check(name):
         kind = dtype_of(name)
@@ -390,7 +390,7 @@ def test_any_tree(folder):
     assert io.load(folder / "one") == 7
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_arrays_without_axes_and_without_values(tmp_path):
     """Shape, dtype and bits come back, of each dtype, as an array of JAX or NumPy, with `like=` and without."""
     tree = {}

@@ -25,7 +25,7 @@ from support import drawing
 from support.launch import outside_of_a_job
 
 zarr = pytest.importorskip("zarr", minversion="3")
-pytestmark = [pytest.mark.one_rank, pytest.mark.seconds(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.seconds(400)]
 
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "fcntl.flock")
 KINDS = (*CHANGES, "open", "os.listdir", "os.scandir")

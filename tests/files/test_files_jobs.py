@@ -16,7 +16,7 @@ from support.disks import mounted, needs_root
 from support.launch import launch
 
 pytest.importorskip("zarr", minversion="3")
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(400)]
 
 STATE = """
     import sys

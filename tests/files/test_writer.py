@@ -615,7 +615,7 @@ def test_error_of_one_thread_is_raised_on_all_ranks(folder, monkeypatch, rank, a
     check(folder / "s", {"time": steps, "x": np.repeat(steps[:, None], 2 * SIZE, 1)})
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_a_writer_that_is_not_closed_is_told(tmp_path):
     grid = jaxmpi.Grid(1, (2,))
     out = io.Writer(tmp_path / "s", grid)
@@ -695,7 +695,8 @@ def check_steps(path, steps):
         assert np.array_equal(zarr.open_group(str(path), mode="r")[name][...], values), name
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_rank_is_killed(tmp_path, program, ranks):
@@ -739,7 +740,8 @@ def wait_for(condition, seconds=60):
         time.sleep(0.005)
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @needs_root
 def test_full_disk(tmp_path, program):
     """All ranks raise; what was complete can be read; with more room the next job goes on."""
@@ -757,7 +759,8 @@ def test_full_disk(tmp_path, program):
         check_steps(small / "s", steps + 5)
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_a_rank_that_does_not_come_is_reported(tmp_path):
     """Where ranks agree by messages that are no operations: here, and as maps are made. It comes when it reads so."""
     program, reports = tmp_path / "program.py", tmp_path / "reports"

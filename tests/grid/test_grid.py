@@ -606,20 +606,20 @@ def raises(call, given, words):
         call(given)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("cases", WRONG_GRIDS, ids=words_of)
 def test_grids_that_cannot_be(cases):
     each(cases, lambda row: raises(row[0], 1, re.escape(row[1])), words_of)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("cases", BAD_CALLS, ids=words_of)
 def test_bad_calls(cases):
     grid = jaxmpi.Grid(1, 8, periodic=True)
     each(cases, lambda row: raises(row[0], grid, re.escape(row[1])), words_of)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("cases", BEGINNINGS, ids=lambda row: f"{row[0]}: {row[1]}")
 def test_errors_begin_with_what_was_called(cases):
     grid = jaxmpi.Grid(1, 8, periodic=True)
@@ -800,7 +800,7 @@ def test_a_float8_field_has_tangents_and_no_cotangents(comm, rank, size):
         np.testing.assert_array_equal(grid.exchange(y), expected)
 
 
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rows", [1, 20_000])
 def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
@@ -845,7 +845,7 @@ def test_what_blocks_and_what_starts_are_one_exchange(rows, comm, rank, size):
     part.Free()
 
 
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("first", "rows"),  # a rank that waits in recv lets another's long messages wait
@@ -900,7 +900,7 @@ def layout_of(processes, shape):
     return grid
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 9))])
 def test_blocks_of_any_number_of_processes(seed):
     """Random grids, blocks and axes: what root sends is each rank's block, and what it receives is the array again."""
@@ -944,7 +944,7 @@ def _random_cut(random):
     return grid, grids._Cut(tuple(shape), axes, staggered), axes, staggered
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("function", ["divided", "joined"])
 def test_programs_do_not_grow_with_the_processes(function):
     def equations(side):
@@ -955,7 +955,7 @@ def test_programs_do_not_grow_with_the_processes(function):
     assert equations(100) <= equations(10) + 10
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_equal_facts_have_one_signature():
     """Plans are kept by facts that are equal. A rank that has seen a dtype with a byte order, or 1.0 in the place of 1,
     before another rank has seen the usual one, would be refused, if the signature came from how they are written."""

@@ -7,7 +7,7 @@ import pytest
 from support.launch import launch
 from support.table import NEW_JAX
 
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(400)]
 HERE = Path(__file__).resolve().parent
 
 

@@ -230,7 +230,7 @@ def test_random_batches(comm, size):
     run_cases(comm, cases(size), check_batches, EXAMPLES // 2)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("blocks", "width", "adjoint", "staggered", "begin", "pairs"),
     [
@@ -292,7 +292,7 @@ def test_long_messages(comm, rank, size):
         equal(jaxmpi.notoken.wait(started)[0], whole[columns.slices], "by a start")
 
 
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 def test_long_messages_that_differ(comm, rank, size):
     part = comm.Split(rank // 2)
@@ -312,7 +312,7 @@ def test_typed_keys(comm, size):
     np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys)[columns.slices])
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_processes_of_pencils():
     for shape, processes, whole, expected in (
         ((64, 64, 64), (4, 1, 1), 0, (1, 4, 1)),
@@ -364,7 +364,7 @@ BAD = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_bad_calls():
     source, target = grids(1)
 
@@ -388,7 +388,7 @@ def test_other_ranks(comm, rank, size):
         jaxmpi.Grid(size, 8).pencil(0)
 
 
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_get_an_error(comm, rank, size):
     part = comm.Split(rank // 2)

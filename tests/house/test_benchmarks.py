@@ -122,7 +122,8 @@ def load(name):
 
 
 @pytest.mark.nightly
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_wrong_peers_are_shown(program, tmp_path):
     """Every mistake in every operation is found, nothing else is, and the run goes on."""
     output = tmp_path / "calls.json"
@@ -153,7 +154,8 @@ def test_wrong_peers_are_shown(program, tmp_path):
     assert next(record for record in right if record["contender"] == "x + 1")["busbw_GBps"] is None
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["calls", pytest.param("quick", marks=pytest.mark.nightly)])
 def test_wrong_jaxmpi_is_an_error(program, tmp_path, name):
     output = tmp_path / "calls.json"
@@ -173,7 +175,7 @@ def test_wrong_jaxmpi_is_an_error(program, tmp_path, name):
     assert "WRONG DATA: jaxmpi, " in done.stdout
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("operation", "nbytes", "ranks", "algorithm", "bus"),
     [
@@ -195,7 +197,7 @@ def test_bandwidth(operation, nbytes, ranks, algorithm, bus):
     assert bandwidth.busbw(operation, nbytes, ranks, 2.0) == pytest.approx(bus)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_tables_and_plots(tmp_path, capsys):
     """What was wrong is named, bandwidth stands beside it; files without either are read as well."""
     report = load("report")
@@ -223,7 +225,7 @@ def test_tables_and_plots(tmp_path, capsys):
     assert (tmp_path / "calls-loop.png").stat().st_size > 0
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_what_is_simulated_is_what_the_formulas_say(monkeypatch):
     """The model of many ranks: alike where nothing disturbs a rank, later where something does, and then in proportion
     to the operating system's share."""

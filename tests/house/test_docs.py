@@ -79,7 +79,7 @@ def _case(page):
     return pytest.param(page, marks=pytest.mark.nightly if page.stem == "gradients" else ())
 
 
-@pytest.mark.max_ranks(2)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("page", [_case(page) for page in PAGES], ids=lambda page: page.name)
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
@@ -101,7 +101,7 @@ def test_page(page, comm, monkeypatch):
     jax.effects_barrier()
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_programs_are_found():
     """On the pages that are there for their programs, with their outputs."""
 
@@ -116,7 +116,7 @@ def test_programs_are_found():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.max_ranks(2)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("shown", ["rank 0\nrank 1", "rank 1\nrank 0\n", "rank 0", "rank 0\nrank 1\nrank 1"])
 def test_wrong_output_is_found(shown, comm, tmp_path):
     page = tmp_path / "page.md"

@@ -45,7 +45,8 @@ def run(tmp_path, text):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_a_child_that_hangs(tmp_path):
     """No reader of the output waits for the child."""
     done = run(tmp_path, HANGS)
@@ -53,7 +54,8 @@ def test_a_child_that_hangs(tmp_path):
     assert "Timeout (0:00:01)!" in done.stderr
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_a_job_that_hangs(tmp_path):
     """Its error is told, before the test's own limit ends everything."""
     done = run(tmp_path, WAITS)
@@ -62,7 +64,7 @@ def test_a_job_that_hangs(tmp_path):
     assert "Timeout (" not in done.stderr
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_within(monkeypatch):
     monkeypatch.setattr(limits, "_deadline", None)
     assert limits.within(300) == 300

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[2]
 
 DECLARED = re.compile(

@@ -11,7 +11,7 @@ import pytest
 
 from jaxmpi._launcher import versions
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "packaging"
 PROJECT = (ROOT / "pyproject.toml").read_text()

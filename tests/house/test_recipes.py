@@ -25,7 +25,7 @@ import wheels
 
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("JAXMPI_TEST_PACKAGING"), reason="`make test-packaging` runs these"),
-    pytest.mark.one_rank,
+    pytest.mark.alone,
     pytest.mark.seconds(900),
 ]
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 import suites
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -51,7 +51,7 @@ def check_tag(wheel):
             assert (digest, size) == (f"sha256={found}", str(len(data))), path
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.seconds(300)
 def test_wheel_is_complete(tmp_path):
     if importlib.util.find_spec("mesonpy") is None:
@@ -79,7 +79,7 @@ def test_wheel_is_complete(tmp_path):
     assert done.stdout.startswith("sum 3.0"), done.stdout + done.stderr
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_editable_install_without_its_tools(tmp_path):
     """In an environment that pip removes after the build: refused, as the next import would fail."""
     if (mesonpy := importlib.util.find_spec("mesonpy")) is None:
@@ -92,7 +92,7 @@ def test_editable_install_without_its_tools(tmp_path):
     assert "'pip install --no-build-isolation --editable .'" in done.stderr
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("setting", [None, {"setup-args": "-Dpython.allow_limited_api=false"}])
 def test_build_for_a_free_threaded_python(setting):
     """It is refused, since there is no stable ABI there, unless the builder does without that."""
@@ -113,7 +113,7 @@ def test_build_for_a_free_threaded_python(setting):
         assert done.stdout == "made-cp313-cp313t-linux.whl\n", done.stderr
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_tags():
     """Of the wheels of a release: pip installs each of them where its core runs, and no other."""
     tags = pytest.importorskip("pip._vendor.packaging.tags")
@@ -133,7 +133,7 @@ def test_tags():
 GOOD = mach_o.Core("ARM64", "11.0", frozenset(mach_o.LIBRARIES), frozenset({"_PyLong_FromLong", "__Py_Dealloc"}), True)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -150,7 +150,7 @@ def test_core_for_macos(changed, told):
     assert [problem.startswith(told) for problem in found] == [True] if told else found == []
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("url", ["", "https://forge.example/us/jaxmpi"])
 def test_description_has_no_dead_links(url):
     """A package index shows the README, but has no files beside it."""

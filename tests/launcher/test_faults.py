@@ -20,7 +20,7 @@ from programs import errors_page
 from support.launch import launch, outside_of_a_job, started
 from support.rows import one_each_time
 
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
 SECONDS = 60
 """The limit of a job with a fault; most end in 3. What waits in them waits for much longer."""

@@ -23,7 +23,7 @@ from support import limits
 from support.launch import end_what_is_left, launch, outside_of_a_job, started
 from support.rows import one_each_time
 
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
 COMMAND = [sys.executable, "-m", "jaxmpi.run"]
 

@@ -12,7 +12,7 @@ import pytest
 from jaxmpi._launcher import lifeline, private
 from programs import errors_page
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 
 as_root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="another user needs root")
 OTHER = ("setpriv", "--reuid", "1234", "--regid", "1234", "--clear-groups")

@@ -28,7 +28,7 @@ from support.table import NEW_JAX
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 AS_USERS_DO = {"XLA_FLAGS": ""}  # without the suites' own, of tests/support/quick.py
 UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # what JAX has loaded from its cache it does not serialize whole
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(400)]
 
 
 def test_after_finalize(script):

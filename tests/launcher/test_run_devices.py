@@ -11,7 +11,7 @@ from jaxmpi._launcher import accelerators
 from support.launch import launch
 from support.rows import one_each_time
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.alone, pytest.mark.sampled]
 FAKES = os.environ.get("JAXMPI_FAKE_DRIVERS")  # the folder of tests/device/fake_driver.c as libcuda.so.1
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 

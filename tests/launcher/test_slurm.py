@@ -12,7 +12,7 @@ import jaxmpi
 from jaxmpi import run
 from support.slurm import slurm
 
-pytestmark = [pytest.mark.launches, pytest.mark.nightly, pytest.mark.seconds(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.nightly, pytest.mark.seconds(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PMI = "pmix" if run.flavour(run.find_mpiexec()) == "openmpi" else "pmi2"

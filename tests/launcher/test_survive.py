@@ -16,7 +16,7 @@ from jaxmpi import run
 from support.launch import launch
 from support.rows import one_each_time
 
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(150)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(150)]
 TESTS = Path(__file__).resolve().parents[1]
 SECONDS = 90
 
@@ -46,7 +46,7 @@ def survive(tmp_path, ranks, *parts, spare=0, **options):
     return launch(ranks, "--survive", "--spare", spare, program, check=False, timeout=SECONDS, **options)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("said", ["HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "mpiexec (Open MPI) 4.1.8"])
 def test_refused_with_another_mpi(said, tmp_path):
     """By the launcher, before any rank starts."""
@@ -60,14 +60,14 @@ def test_refused_with_another_mpi(said, tmp_path):
     assert said in done.stderr
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_refused_with_sharded_programs():
     done = launch(2, "--survive", "--collectives", "mpi", "-c", "print('begins')", check=False)
     assert done.returncode == 2
     assert "JAX's own sharded programs (--collectives) cannot go on without a rank" in done.stderr
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -723,7 +723,7 @@ def test_random_deaths(seed, spare):
 
 @pytest.mark.skipif(shutil.which("mpiexec") is None and run.find_mpiexec() is None, reason="no mpiexec")
 @needs_openmpi
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_command():
     """Both that of the launcher's own placement and the user's."""
     for more in ((), ("--mpiexec-args=--map-by node",)):

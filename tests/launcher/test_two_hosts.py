@@ -16,7 +16,7 @@ from programs import errors_page
 from support.launch import begin, launch, outside_of_a_job
 from support.two_hosts import NAMES, two_hosts
 
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
 IMPORTS = """
 import os, socket, sys, time

@@ -9,7 +9,7 @@ from support import jobs
 from support.launch import launch
 from support.rows import rows
 
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(250)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(250)]
 
 
 @rows("functions", checked.BY_DEFAULT, ids=jobs.name)

@@ -277,7 +277,8 @@ TOO_LONG = """
 
 
 @on_device
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 @pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit", "eager"])
 def test_the_next_operation_says(tmp_path, kind):
@@ -306,7 +307,8 @@ def test_the_next_operation_says(tmp_path, kind):
 
 
 @on_device
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
 def test_the_end_says(tmp_path, end):
@@ -320,7 +322,8 @@ def test_the_end_says(tmp_path, end):
 
 
 @on_device
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(200)
 @pytest.mark.parametrize("value", ["on", "off", "auto"])
 def test_forced(tmp_path, value):
@@ -336,7 +339,8 @@ def test_forced(tmp_path, value):
 
 
 @on_device
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_report():
     done = launch(1, "-m", "jaxmpi.info")
     aware = simulated.TRANSPORT == "aware"

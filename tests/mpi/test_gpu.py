@@ -13,7 +13,7 @@ import jaxmpi
 from jaxmpi import notoken
 from support.table import CASES
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU: make test-gpu")
 LARGE = 5 << 20  # bytes: more than a chunk
 
 

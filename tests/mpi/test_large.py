@@ -13,7 +13,7 @@ from jaxmpi._mpi import communicators
 from support.rows import each, rows
 from support.table import CASES, draw, dtype_of
 
-pytestmark = pytest.mark.max_ranks(3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_chunks_that_do_not_fit(limit, rank):
         np.testing.assert_array_equal(got, [1.0] * 11 + [0.0] * 9)
 
 
-@pytest.mark.large
+@pytest.mark.nightly
 @pytest.mark.ranks(2)
 @pytest.mark.seconds(400)
 @pytest.mark.skipif("JAXMPI_TEST_LARGE" not in os.environ, reason="set JAXMPI_TEST_LARGE=1: needs 16 GiB of memory")

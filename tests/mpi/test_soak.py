@@ -8,7 +8,7 @@ from support.launch import launch
 from support.soaking import OPERATIONS
 
 SOAK = Path(__file__).parents[1] / "programs" / "soak.py"
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(300)]
 SHORT = ("--operations", "1200", "--programs", str(len(OPERATIONS)), "--duplicate", "50")
 
 

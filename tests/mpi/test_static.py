@@ -15,7 +15,7 @@ import jaxmpi
 from jaxmpi import notoken
 from support.table import CASES
 
-pytestmark = pytest.mark.max_ranks(2)
+pytestmark = pytest.mark.ranks(1, 2)
 
 X = jnp.ones(3)
 BOTH = pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])

@@ -17,7 +17,7 @@ from support import drawing
 from support.rows import each, rows
 from support.table import NEW_JAX, draw, dtype_of, raised
 
-pytestmark = pytest.mark.own_errors
+pytestmark = pytest.mark.usefixtures("own_errors")
 
 NAMES = ("allgatherv", "alltoallv", "gatherv", "reduce_scatter", "scatterv")
 MOST = 5

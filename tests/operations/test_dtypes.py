@@ -115,7 +115,7 @@ def test_nan_wins(comm, size):
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-@pytest.mark.one_rank
+@pytest.mark.alone
 @pytest.mark.parametrize("operation", [lambda x: notoken.bcast(x, 0), jaxmpi.replicate], ids=["bcast", "replicate"])
 def test_derivative_that_would_sum_float8(operation):
     with pytest.raises(TypeError, match=r"SUM is not defined for dtype float8_e4m3fn.*derivative.*convert"):

@@ -13,7 +13,7 @@ from jaxmpi._mpi import tags
 from support.launch import launch
 from support.table import NEW_JAX, raised
 
-pytestmark = pytest.mark.own_errors
+pytestmark = pytest.mark.usefixtures("own_errors")
 
 JITS = [jax.jit, jaxmpi.jit]
 
@@ -166,7 +166,8 @@ def test_any_source_has_no_derivative(rank, size):
     assert f"sendtag is {MPI.ANY_TAG}" in raised(lambda: ways[1]((rank - 1) % size, MPI.ANY_TAG))
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize("check", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_reports(check, script):
     """Who waits for whom, and where, has the values of the run."""
@@ -187,7 +188,7 @@ def test_reports(check, script):
     assert f"program.py:{line}" in done.stderr
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_tags_of_this_library():
     """Those of derivatives and of plans are tags of the MPI library in use, whichever that is."""
     highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)

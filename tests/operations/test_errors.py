@@ -19,7 +19,7 @@ from support import simulated
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX, raised
 
-pytestmark = pytest.mark.own_errors
+pytestmark = pytest.mark.usefixtures("own_errors")
 
 X = jnp.ones(3)
 F4 = getattr(jnp, "float4_e2m1fn", None)
@@ -277,7 +277,7 @@ def both_ways(call):
     return call, jax.jit(lambda: call())
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("names", BAD)
 def test_bad_input(names, size):
     def check(name):
@@ -472,7 +472,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("names", NOTHING)
 def test_none_is_no_array(names):
     """A function that forgot to return sends nothing, and another rank would wait for it. Leaves may be None."""
@@ -494,7 +494,7 @@ NO_ARRAYS = {
 }
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("names", NOTHING)
 def test_no_arrays(names):
     """What is surely a mistake, though `jnp.asarray` or a tree makes an array of it, or none."""
@@ -509,7 +509,7 @@ def test_no_arrays(names):
     each([(name, what) for name in names for what in NO_ARRAYS], check)
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("names", NOTHING)
 def test_a_request_is_no_array(names):
     """The wait is missing: what is in a request would be sent as numbers."""
@@ -541,7 +541,7 @@ OTHER_ARGUMENTS = {
 }
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 @rows("arguments", OTHER_ARGUMENTS)
 def test_constants_in_other_arguments(arguments):
     def check(argument):
@@ -667,7 +667,7 @@ def test_names_differ_fails_loudly():
         check_names({"bcast"}, {"bcast", "scan"})
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_operations_are_named_as_users_know_them():
     """In errors, reports and timelines; what is no public function is named by several words."""
     functions = {name for name in jaxmpi.__all__ if callable(getattr(jaxmpi, name))}
@@ -685,7 +685,7 @@ def test_supports():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.max_ranks(2)
+@pytest.mark.ranks(1, 2)
 def test_a_batch_on_one_rank_alone(comm, rank, size):
     """Where vmap maps on one rank what is a constant on the other, the error says so."""
     grid, columns = (jaxmpi.Grid(dims, (4, 4), periodic=True, comm=comm) for dims in ((size, 1), (1, size)))

@@ -223,7 +223,7 @@ REDUCING = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_reductions_are_refused():
     def refused(row):
         name, call = row
@@ -250,7 +250,8 @@ def test_a_scalar_has_no_first_axis(comm, size):
         notoken.neighbor_alltoall(key, comm=comm.Create_cart([size]))
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_implementations_are_compared(script):
     """JAXMPI_CHECK=1: words that are as many as those of another implementation are not taken for such keys."""
     program = script("""

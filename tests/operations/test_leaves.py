@@ -17,7 +17,7 @@ from support.derivatives import needs_new_jax
 from support.launch import launch
 from support.table import draw
 
-pytestmark = pytest.mark.own_errors
+pytestmark = pytest.mark.usefixtures("own_errors")
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,8 @@ def test_places_of_derivatives():
     assert [pytrees.reverse(p) for p in backwards] == pytrees.places([x, n, x], [x, x, x])
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_dtypes_that_do_not_fit(script):
     """With JAXMPI_CHECK=1 messages of another dtype do not fit either; of several errors the first is raised."""
     launch(

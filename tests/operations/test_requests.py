@@ -808,7 +808,7 @@ def test_traced_partners_of_a_loop(comm, rank, size):
 
 
 @derivatives
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.parametrize("tag", [(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2, -7])
 def test_traced_tag_of_no_derivative(tag, comm, rank):
     """Each rank alone: of a tag in the upper half the derivative has none, and a negative one is none."""
@@ -1002,7 +1002,8 @@ def test_message_that_does_not_fit(length, early, beside, comm, rank):
         comm.barrier()
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_never_waited_for(script):
     program = script(
         """
@@ -1031,7 +1032,8 @@ def test_never_waited_for(script):
             assert f"program.py:{line}" in told[0], told
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "late", [0.5, pytest.param(8, marks=pytest.mark.nightly), pytest.param(-8, marks=pytest.mark.nightly)]
 )
@@ -1058,7 +1060,8 @@ def test_reduction_in_python_that_is_never_waited_for(late, script):
     assert "ABORT" not in done.stderr
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_what_is_compared(script):
     """Starts that wait to be compared let messages pass. A message of another dtype is refused, and the next one is
     intact."""
@@ -1092,7 +1095,8 @@ def test_what_is_compared(script):
 
 
 @pytest.mark.nightly
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize("grid", [False, True])
 def test_reports_name_what_is_waited_for(grid, script):
     """Of several requests the one that does not come, not the first."""
@@ -1226,7 +1230,8 @@ def test_waits_alone_are_differentiated(operations, comm, rank, size):
 
 
 @derivatives
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_other_orders_are_refused_in_reverse_mode(script):
     """On one rank at least; then that function's communicator is used no more. First a sum that one rank alone has
     started holds up no message: it is compared when the other rank starts it."""
@@ -1329,7 +1334,8 @@ def _is_in(done, text):
 
 
 @derivatives
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_what_is_not_waited_for_is_refused_in_reverse_mode(script):
     """Its adjoint would be started by nobody. A sum needs no other rank for its adjoint. What all ranks forget, all
     refuse; what one rank forgets ends the job, since the others communicate. A `vmap` that starts what only some rows

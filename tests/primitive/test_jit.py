@@ -199,7 +199,7 @@ def test_two_threads(two_threads, rank, size):
     two_threads(work)
 
 
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("after", [jaxmpi.jit, jax.jit, lambda f: f], ids=["jaxmpi.jit", "jax.jit", "eager"])
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
@@ -271,7 +271,7 @@ def test_debug_nans(size):
     np.testing.assert_array_equal(f(jnp.ones(3)), np.full(3, float(size)))
 
 
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
 def test_barrier_after_error(way, rank, size):

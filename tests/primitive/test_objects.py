@@ -18,7 +18,7 @@ from jaxmpi._primitive import params
 from jaxmpi._primitive.arguments import reduction
 from jaxmpi._primitive.pytrees import Leaf
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 VALUES = {
     "op": (reduction(MPI.SUM, "test"), reduction(MPI.MAX, "test")),
     "derivative": (None, "tangent"),

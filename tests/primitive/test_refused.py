@@ -49,7 +49,8 @@ print("said;")
 
 
 @pytest.mark.nightly
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_operand_on_two_devices(tmp_path):
     """Refused before anything is sent, and without XLA's dump of its stack; one device, whichever, is fine."""
     (tmp_path / "program.py").write_text(PROGRAM)

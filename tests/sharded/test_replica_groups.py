@@ -11,7 +11,7 @@ from jaxmpi._sharded.replica_groups import Unreadable, collectives, groups_in
 from support.launch import launch
 from support.rows import each
 
-pytestmark = pytest.mark.one_rank
+pytestmark = pytest.mark.alone
 
 
 NOTED = [
@@ -353,7 +353,8 @@ def test_unknown_collectives_are_found():
         assert (found.opcode, found.groups) == (opcode, [(0, 1, 2, 3)])
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 def test_groups_of_a_program_of_xla():
     """Read from what XLA has written for programs of 8 devices of one process."""
     done = launch(1, __file__, JAX_NUM_CPU_DEVICES="8", XLA_FLAGS="", PYTHONPATH=str(Path(__file__).parents[1]))

@@ -268,7 +268,7 @@ def test_meshes_of_some_processes(processes):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.max_ranks(3)
+@pytest.mark.ranks(1, 3)
 def test_a_program_of_some_then_of_all_then_of_others():
     for processes in ([0, 1], [0, 1, 2], [1, 2], [2, 0], [1, 0], [0, 2, 1]):
         if RANK in processes:

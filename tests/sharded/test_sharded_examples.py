@@ -18,7 +18,7 @@ from support.launch import launch
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 AS_USERS_DO = {"XLA_FLAGS": ""}  # without the suites' own, of tests/support/quick.py
 JOBS = [(3, "mpi"), (2, "gloo")]
-pytestmark = [pytest.mark.launches, pytest.mark.nightly, pytest.mark.seconds(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.nightly, pytest.mark.seconds(300)]
 
 
 def outputs(name, arguments):

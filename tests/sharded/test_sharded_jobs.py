@@ -11,7 +11,7 @@ from jaxmpi._sharded.hlo import groups_of
 from support.launch import launch
 from support.rows import each
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.alone, pytest.mark.sampled]
 
 COMMON = """
 import os, sys, time

@@ -29,7 +29,7 @@ def record(item, rank, size, since=None):
     if since is None:
         return _now()
     wall, processor = (end - begin for begin, end in zip(since, _now(), strict=True))
-    kind = "starts jobs" if item.get_closest_marker("launches") else f"{size} ranks" if size > 1 else "alone"
+    kind = "alone" if item.get_closest_marker("alone") else f"{size} ranks"
     line = {"test": item.nodeid, "kind": kind, "rank": rank, "wall": round(wall, 4), "cpu": round(processor, 4)}
     folder = Path(os.environ[FOLDER])
     folder.mkdir(parents=True, exist_ok=True)

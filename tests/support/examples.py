@@ -13,7 +13,8 @@ from support.table import NEW_JAX
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MARKS = [
-    pytest.mark.launches,
+    pytest.mark.alone,
+    pytest.mark.sampled,
     pytest.mark.seconds(400),
     pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication"),
 ]

@@ -470,7 +470,7 @@ BAD = [
 ]
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_bad_calls(comm):
     of = ring(1)
 
@@ -529,7 +529,7 @@ def test_extrema_of_what_is_stopped_are_constants(op, comm, rank, size):
         np.testing.assert_array_equal(second, product)
 
 
-@pytest.mark.own_errors
+@pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_get_an_error(comm, rank, size):
     part = comm.Split(rank // 2)

@@ -254,7 +254,8 @@ def test_random_rows_owned_twice(comm, size):
 
 
 @pytest.mark.nightly
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.seconds(400)
 def test_eight_ranks():
     out = launch(
@@ -494,7 +495,7 @@ def test_sparse_exchange(comm, rank, size):
     part.Free()
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_by_rank():
     for ranks in [], [3], [2, 2, 0, 40_000, 2, 0]:
         found = messages.by_rank(np.array(ranks, np.int64), np.arange(len(ranks)))
@@ -503,7 +504,7 @@ def test_by_rank():
         }
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_lookup():
     for values in [], [5], [3, 4, 5], [5, 3, 4], [9, 2, LARGEST], [0, 10, 20], [LARGEST, 0]:
         wanted = np.array([-(2**63), -1, *range(12), LARGEST])
@@ -511,7 +512,7 @@ def test_lookup():
         assert found.tolist() == [values.index(i) if i in values else -1 for i in wanted.tolist()], values
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_a_directory_is_divided_evenly():
     """Of so many ranks with consecutive rows: each has a handful of homes, and no home has much more than the mean."""
     each_rank = 1000

@@ -16,7 +16,7 @@ from support.launch import launch
 from support.rows import each
 from support.table import NEW_JAX, draw, dtype_of, raised
 
-pytestmark = pytest.mark.own_errors
+pytestmark = pytest.mark.usefixtures("own_errors")
 needs_derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 
 DTYPES = ("float64", "float32", "bfloat16", "float8_e5m2", "complex64", "complex128", "int8", "uint8", "int16", "int64")
@@ -354,7 +354,7 @@ def test_one_rank_has_too_little_room(short, way, rank, size):
     np.testing.assert_array_equal(y, 7.0 + np.arange(size))
 
 
-@pytest.mark.one_rank
+@pytest.mark.alone
 def test_wrong_arguments():
     """Errors while tracing."""
     x, owner = jnp.arange(3.0), jnp.zeros(3, jnp.int32)
@@ -461,7 +461,8 @@ print(WHAT)
 """
 
 
-@pytest.mark.launches
+@pytest.mark.alone
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "what", ["jax.jit(f)(x)", pytest.param("jaxmpi.jit(jax.grad(f))(x)", marks=pytest.mark.nightly)]
 )
