@@ -193,7 +193,8 @@ lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type ch
 	@if command -v cppcheck >/dev/null; then cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,portability \
 	  --inline-suppr --suppress=missingIncludeSystem -DABI_HEADER='"mpi/abi/openmpi.h"' -Icsrc $(filter-out csrc/python/%,$(wildcard csrc/*/*.c)); fi
 
-docs: $(READY) $(VENV)/.docs ## the documentation as a site, in output/docs; `make test` executes the programs on the pages
+docs: $(READY) $(VENV)/.docs ## the programs on the pages of docs/, on 2 ranks, and the pages as a site, in output/docs
+	$(SUITES) ranks docs
 	timeout $(LIMIT) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --builder html docs $(OUTPUT)/docs
 	@echo "$(abspath $(OUTPUT)/docs)/index.html"
 

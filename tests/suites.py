@@ -23,10 +23,11 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
-    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes types"
+    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes types "
+    "docs"
 )
-"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes, types: `make test` leaves
-them out."""
+"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes: `make test` leaves them out.
+`make lint` runs types, `make docs` docs."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (
     "adjoint fuzz check neighbors operations counts order grid redistribute replica fft ghosts index_map migrate sparse"
@@ -75,7 +76,7 @@ def each_time(options) -> Iterator[Command]:
     options.brief = True
     left_out = [f"--ignore={path(suite)}" for suite in NOT_EACH_TIME.split()]
     yield pytest("", options, *left_out, "-m", "alone")
-    yield pytest("", options, ranks=2)
+    yield pytest("", options, *left_out, "-m", "not alone", ranks=2)
 
 
 def everywhere(options) -> Iterator[Command]:
