@@ -23,10 +23,10 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
-    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes types "
-    "docs"
+    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes "
+    "types docs"
 )
-"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes: `make test` leaves them out.
+"""What `make test` leaves out: how jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes.
 `make lint` runs types, `make docs` docs."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (
@@ -157,22 +157,26 @@ def slurm(options) -> Iterator[Command]:
 def device(options) -> Iterator[Command]:
     """All suites on the two transports that are chosen most, fewer on the other two.
 
-    With `--brief` fewer are run on all, on 2 ranks most of them.
+    With `--brief` on 2 ranks alone, but for the tests of one rank.
     """
 
-    def on(transport: str, suites: str, ranks: int = 0) -> Command:
+    def on(transport: str, suites: str, *more: str, ranks: int = 2) -> Command:
         simulated = {"JAXMPI_TEST_DEVICE": transport} if transport else {}
-        return pytest(suites, options, ranks=ranks, JAXMPI_FAKE_DRIVERS=options.fakes, **simulated)
+        return pytest(suites, options, *more, ranks=ranks, JAXMPI_FAKE_DRIVERS=options.fakes, **simulated)
 
-    brief = options.brief
-    yield on("", "run_devices")
-    for transport in ("callback",) if brief else ("callback", "aware"):
-        yield on(transport, ON_EVERY_TRANSPORT)
-    yield on("callback", f"{ON_EVERY_TRANSPORT} grid redistribute" if brief else ON_DEVICES, 2)
-    yield on("aware", ON_EVERY_TRANSPORT if brief else ON_DEVICES, 2)
-    yield on("callback", "device order" if brief else "device order operations", 4)
+    yield on("", "run_devices", ranks=0)
+    if options.brief:
+        yield on("callback", ON_EVERY_TRANSPORT, "-m", "alone", ranks=0)
+        yield on("callback", f"{ON_EVERY_TRANSPORT} grid redistribute", "-m", "not alone")
+        for transport in ("aware", "flags", "wait"):
+            yield on(transport, "device operations order", "-m", "not alone")
+        return
+    for transport in ("callback", "aware"):
+        yield on(transport, ON_EVERY_TRANSPORT, ranks=0)
+        yield on(transport, ON_DEVICES)
+    yield on("callback", "device order operations", ranks=4)
     for transport in ("flags", "wait"):
-        yield on(transport, "device operations", 2)
+        yield on(transport, "device operations")
 
 
 def gpu(options) -> Iterator[Command]:
