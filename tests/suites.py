@@ -26,7 +26,7 @@ NOT_EACH_TIME = (
     "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes "
     "types docs"
 )
-"""What `make test` leaves out: how jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes.
+"""What `make test` leaves out: how jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels.
 `make lint` runs types, `make docs` docs."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (
