@@ -308,6 +308,7 @@ def test_rounding_is_said(run, rank, size):
 
 
 @pytest.mark.alone
+@pytest.mark.nightly
 def test_plot(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, out, _ = run("bcast", "barrier", "--bytes", 8, 80, *SHORT, "--plot", tmp_path / "figures.png")

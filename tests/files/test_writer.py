@@ -743,6 +743,7 @@ def wait_for(condition, seconds=60):
 @pytest.mark.alone
 @pytest.mark.sampled
 @needs_root
+@pytest.mark.nightly
 def test_full_disk(tmp_path, program):
     """All ranks raise; what was complete can be read; with more room the next job goes on."""
     with mounted(tmp_path / "small", "size=400k") as small:
