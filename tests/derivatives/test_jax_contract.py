@@ -148,9 +148,9 @@ def test_method_that_is_only_inherited(hooks, changed, myself):
             if name == "process_call":  # what communicates is not passed on to JAX's own
                 assert broken() is None
                 return
-            for name in ("jvp", "grad-of-jit"):
+            for how in ("jvp", "grad-of-jit"):
                 with pytest.raises(NotImplementedError):  # of ours, or of JAX, which says that it must be overridden
-                    DERIVATIVES[name](sending(myself), 2.0)
+                    DERIVATIVES[how](sending(myself), 2.0)
 
     each(hooks, check, name_of)
 

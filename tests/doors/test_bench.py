@@ -407,6 +407,7 @@ runpy.run_module("jaxmpi.bench", run_name="__main__", alter_sys=True)
 
 @pytest.mark.alone
 @pytest.mark.sampled
+@pytest.mark.nightly
 def test_as_a_program(tmp_path):
     """Its tables, and its exit code where one operation has wrong data."""
     path = tmp_path / "program.py"

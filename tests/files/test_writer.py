@@ -698,7 +698,7 @@ def check_steps(path, steps):
 @pytest.mark.alone
 @pytest.mark.sampled
 @pytest.mark.seconds(300)
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_rank_is_killed(tmp_path, program, ranks):
     """After some of many steps: all that can be read is right, and the next job goes on from there."""
     chance = random.Random(ranks)

@@ -247,6 +247,7 @@ def test_exception_of_a_pending_computation(script):
     assert "would be truncated" in done.stderr
 
 
+@pytest.mark.nightly
 def test_arguments_of_a_module_and_its_exit_code(tmp_path):
     (tmp_path / "its_name.py").write_text(
         "import sys\nfrom mpi4py import MPI\nimport jaxmpi\n"

@@ -1,6 +1,6 @@
 """Jobs that go on as ranks die: `python -m jaxmpi.run --survive`, `jaxmpi.recover`.
 
-Six jobs run each time: recovery, what is given up, agreed values, spares and Replica, checks, wrong arguments.
+Five jobs run each time: recovery with checks, what is given up, agreed values, spares and Replica, wrong arguments.
 """
 
 import itertools
@@ -117,7 +117,8 @@ OPERATIONS = {
 
 
 @needs_openmpi
-@pytest.mark.parametrize("operation", one_each_time(OPERATIONS, "jaxmpi.jit"))
+@nightly
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_error_and_recovery(operation, tmp_path):
     """What was called raises ProcessFailed, which says who has died and where; it is right again afterwards."""
     done = survive(
@@ -777,15 +778,16 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
         tmp_path,
         3,
         """
-        size = jaxmpi.get_default().size
+        jaxmpi.get_default()
         if rank < 3:
             notoken.allreduce(x, MPI.SUM).block_until_ready()
             jaxmpi.get_default().Agree(1)
         if rank == 2: raise KeyError("this")
         try:
             while rank < 3: notoken.allreduce(x, MPI.SUM).block_until_ready()
-        except jaxmpi.ProcessFailed:
-            size = jaxmpi.recover().size
+        except jaxmpi.ProcessFailed as error:
+            comm = jaxmpi.recover()
+            told("failed in", error.operation, set(error.ranks) <= {2}, jaxmpi.lost(error.comm, comm))
         for _ in range(5): told("sum", float(notoken.allreduce(x, MPI.SUM)[0]))
         """,
         spare=spare,
@@ -793,6 +795,8 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
     )
     left = 2 + spare
     assert done.stdout.count(f"sum {left}.0") == 5 * left, done.stdout + done.stderr
+    assert done.stdout.count("failed in allreduce True (2,)") == 2
+    assert "was lost, and the others ended without an error. The status is 77" in done.stderr
     assert done.stderr.count("rank 2 is lost, and the job goes on: KeyError: 'this'") == 1
     assert done.returncode == 77
 

@@ -355,8 +355,66 @@ def equal_collectives(world):
     on.barrier()
 
 
+def keys_of_other_implementations(world):
+    """Words that are as many as those of another implementation are not taken for such keys."""
+    rank, on = world.rank, _Bound(notoken, world)
+    key = jax.random.key(0, impl="rbg")
+    other = jax.random.key(0, impl="unsafe_rbg") if rank else key
+    for name, call in {
+        "allgather": on.allgather,
+        "scatterv": lambda x: on.scatterv(jnp.stack([x] * (1 if rank else 2)), [1, 1], 0),
+        "ibcast": lambda x: notoken.wait(on.ibcast(x, 0)),
+    }.items():
+        jax.block_until_ready(call(key))
+        said = _said(lambda call=call: call(other))
+        here = f"here they are key<{'urbg' if rank else 'rbg'}>"
+        for part in ("keys that", "not of the same implementations", here, __file__):
+            assert part in said, (name, said)
+
+
+def leaves_of_other_dtypes(world):
+    """Of several errors of one message the first is raised, and the next message is intact."""
+    rank, other, on = world.rank, 1 - world.rank, _Bound(notoken, world)
+    xs = (jnp.ones(3, jnp.float32), jnp.ones(2, jnp.int32), jnp.full(4, 5, jnp.int32))
+    template = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
+    wrong = (template[0], jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32))
+
+    def swap(tag):
+        return on.sendrecv(xs, wrong if rank else template, other, other, sendtag=tag, recvtag=tag)
+
+    for f in (swap, jaxmpi.jit(swap)):
+        said = _said(lambda f=f: f(3))
+        assert "is of 2 int32, the template of 2 float32" in said if rank else said == "nothing", said
+        y = on.sendrecv(jnp.full(2, 9 + rank), jnp.zeros(2, int), other, other, sendtag=3, recvtag=3)
+        assert (y == 10 - rank).all(), y
+
+
+def starts(world):
+    """Starts that wait to be compared let messages pass. A message of another dtype is refused, and the next one is
+    intact."""
+    on, x = _Bound(notoken, world), jnp.ones(4000)
+    if world.rank == 0:
+        on.send(x, 1)
+        total = on.iallreduce(x, MPI.SUM)
+    else:
+        received = on.irecv(x, 0)
+        total = on.iallreduce(x, MPI.SUM)
+        jax.block_until_ready(notoken.wait(received))
+    assert notoken.wait(total)[0] == 2
+    if world.rank == 0:
+        on.send(jnp.arange(4, dtype=jnp.int32), 1, tag=1)
+        on.send(jnp.arange(4, dtype=jnp.float32), 1, tag=1)
+    else:
+        request = on.irecv(jnp.zeros(4), 0, tag=1)
+        said = _said(lambda: notoken.wait(request))
+        assert "irecv" in said, said
+        assert "int32" in said, said
+        np.testing.assert_array_equal(on.recv(jnp.zeros(4), 0, tag=1), np.arange(4.0))
+
+
 ALWAYS = [
     differing, lines_of_calls, messages, cotangents, invariant, equal_collectives, start_and_call,
+    keys_of_other_implementations, leaves_of_other_dtypes, starts,
 ]  # fmt: skip
 
 
