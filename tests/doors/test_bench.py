@@ -308,6 +308,7 @@ def test_rounding_is_said(run, rank, size):
 
 
 @pytest.mark.alone
+@pytest.mark.nightly
 def test_plot(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, out, _ = run("bcast", "barrier", "--bytes", 8, 80, *SHORT, "--plot", tmp_path / "figures.png")
@@ -406,6 +407,7 @@ runpy.run_module("jaxmpi.bench", run_name="__main__", alter_sys=True)
 
 @pytest.mark.alone
 @pytest.mark.sampled
+@pytest.mark.nightly
 def test_as_a_program(tmp_path):
     """Its tables, and its exit code where one operation has wrong data."""
     path = tmp_path / "program.py"

@@ -402,6 +402,7 @@ DEEP = {
 
 @pytest.mark.alone
 @pytest.mark.sampled
+@pytest.mark.nightly
 @pytest.mark.seconds(200)
 def test_program_that_imports_deep_inside(tmp_path, monkeypatch):
     for name, text in DEEP.items():
@@ -415,6 +416,7 @@ def test_program_that_imports_deep_inside(tmp_path, monkeypatch):
 
 @pytest.mark.alone
 @pytest.mark.sampled
+@pytest.mark.nightly
 @pytest.mark.seconds(200)
 def test_program_that_sets_up_mpi4py_first(program):
     program.write_text(

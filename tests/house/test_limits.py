@@ -46,7 +46,7 @@ def run(tmp_path, text):
 
 
 @pytest.mark.alone
-@pytest.mark.sampled
+@pytest.mark.nightly
 def test_a_child_that_hangs(tmp_path):
     """No reader of the output waits for the child."""
     done = run(tmp_path, HANGS)
@@ -55,7 +55,7 @@ def test_a_child_that_hangs(tmp_path):
 
 
 @pytest.mark.alone
-@pytest.mark.sampled
+@pytest.mark.nightly
 def test_a_job_that_hangs(tmp_path):
     """Its error is told, before the test's own limit ends everything."""
     done = run(tmp_path, WAITS)

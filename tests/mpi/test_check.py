@@ -24,6 +24,7 @@ def test_all_compared(functions):
     jobs.check(2, functions, timeout=200, JAXMPI_CHECK="1")
 
 
+@pytest.mark.nightly
 @rows("functions", checked.NEVER, ids=jobs.name)
 def test_none_compared(functions):
     """Here at MPI_THREAD_SERIALIZED."""

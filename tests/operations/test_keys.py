@@ -8,7 +8,6 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.launch import launch
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX, draw
 
@@ -248,30 +247,3 @@ def test_a_scalar_has_no_first_axis(comm, size):
             call()
     with pytest.raises(ValueError, match="first axis"):
         notoken.neighbor_alltoall(key, comm=comm.Create_cart([size]))
-
-
-@pytest.mark.alone
-@pytest.mark.sampled
-def test_implementations_are_compared(script):
-    """JAXMPI_CHECK=1: words that are as many as those of another implementation are not taken for such keys."""
-    program = script("""
-    key = jax.random.key(0, impl="rbg")
-    other = key if rank == 0 else jax.random.key(0, impl="unsafe_rbg")
-    for name, call in {
-        "allgather": notoken.allgather,
-        "scatterv": lambda x: notoken.scatterv(jnp.stack([x] * (size if rank == 0 else 1)), [1] * size, 0),
-        "ibcast": lambda x: notoken.wait(notoken.ibcast(x, 0)),
-    }.items():
-        jax.block_until_ready(call(key))
-        try:
-            jax.block_until_ready(call(other))
-        except jax.errors.JaxRuntimeError as error:
-            print(f"rank {rank}, {name}: {' '.join(str(error).split())}")
-    """)
-    lines = sorted(launch(2, program, JAXMPI_CHECK="1").stdout.splitlines())
-    assert [line.partition(":")[0] for line in lines] == [
-        f"rank {rank}, {name}" for rank in range(2) for name in ("allgather", "ibcast", "scatterv")
-    ]
-    for line in lines:
-        assert all(part in line for part in ("keys that", "not of the same implementations", "program.py:")), line
-        assert ("here they are key<rbg>" if "rank 0" in line else "here they are key<urbg>") in line

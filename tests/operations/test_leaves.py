@@ -14,7 +14,6 @@ from jaxmpi import notoken
 from jaxmpi._primitive import pytrees
 from support import drawing
 from support.derivatives import needs_new_jax
-from support.launch import launch
 from support.table import draw
 
 pytestmark = pytest.mark.usefixtures("own_errors")
@@ -199,28 +198,3 @@ def test_places_of_derivatives():
     backwards = [pytrees.reverse(p) for p in pytrees.places([x, n, x], [x, x, x])]
     assert [pytrees.attribute(p, True) for p in backwards] == [last, alone, first]
     assert [pytrees.reverse(p) for p in backwards] == pytrees.places([x, n, x], [x, x, x])
-
-
-@pytest.mark.alone
-@pytest.mark.sampled
-def test_dtypes_that_do_not_fit(script):
-    """With JAXMPI_CHECK=1 messages of another dtype do not fit either; of several errors the first is raised."""
-    launch(
-        2,
-        script("""
-        xs = (jnp.ones(3, jnp.float32), jnp.ones(2, jnp.int32), jnp.full(4, 5, jnp.int32))
-        template = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
-        wrong = (template[0], jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32))
-        for traced in (False, True):
-            f = lambda to, tag: notoken.sendrecv(xs, wrong if rank == 1 else template, to, to, sendtag=tag, recvtag=tag)
-            f = jaxmpi.jit(f) if traced else f
-            try:
-                ys = jax.block_until_ready(f(1 - rank, 3))
-                assert rank == 0 and all((y == x).all() for x, y in zip(xs, ys))
-            except jax.errors.JaxRuntimeError as error:
-                assert rank == 1 and "is of 2 int32, the template of 2 float32" in str(error), error
-            y = notoken.sendrecv(jnp.full(2, 9 + rank), jnp.zeros(2, int), 1 - rank, 1 - rank, sendtag=3, recvtag=3)
-            assert (y == 10 - rank).all(), y
-        """),
-        JAXMPI_CHECK="1",
-    )

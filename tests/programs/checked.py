@@ -65,17 +65,16 @@ _MISTAKES = {
 
 
 def mistakes(world):
-    """They raise on all ranks, whatever the communicator; then the ranks go on together."""
+    """They raise on all ranks, on communicators of each kind; then the ranks go on together."""
     rank, size, x = world.rank, world.size, jnp.arange(2.0)
     whole = jnp.arange(2.0 * size).reshape(size, 2)
-    for turn, comm in enumerate((None, world, world.Split(0, -rank))):
-        on = _Bound(notoken, comm)
-        for number, (name, call) in enumerate(_MISTAKES.items()):
-            way = list(WAYS)[(turn + number) % len(WAYS)]
-            said = _said(lambda call=call, way=way, on=on: WAYS[way](lambda: call(on, rank, x, whole))())
-            assert "the ranks differ" in said, (name, way, said)
-            assert ("Root alone passes the whole array" in said) == (name == "the whole array on every rank")
-            assert on.allreduce(x, MPI.SUM)[1] == size
+    bound = [_Bound(notoken, comm) for comm in (None, world, world.Split(0, -rank))]
+    for number, (name, call) in enumerate(_MISTAKES.items()):
+        on, way = bound[number % 3], list(WAYS)[number // 3]
+        said = _said(lambda call=call, way=way, on=on: WAYS[way](lambda: call(on, rank, x, whole))())
+        assert "the ranks differ" in said, (name, way, said)
+        assert ("Root alone passes the whole array" in said) == (name == "the whole array on every rank")
+        assert on.allreduce(x, MPI.SUM)[1] == size
 
 
 def value_and_tangent(world):
@@ -121,7 +120,7 @@ def threads_in_any_order(world):
 
 
 def freed_communicators(world):
-    for _ in range(30):
+    for _ in range(8):
         comm = world.Split(world.rank % 2, world.rank)
         assert notoken.allreduce(jnp.float32(1), MPI.SUM, comm=comm) == comm.size
         comm.Free()
@@ -161,7 +160,7 @@ def start_and_call(world):
 
 BY_DEFAULT = [
     mistakes, value_and_tangent, start_before_what_another_waits_for, threads_in_any_order, freed_communicators,
-    more_calls_than_are_compared, start_and_call,
+    more_calls_than_are_compared,
 ]  # fmt: skip
 
 
@@ -290,10 +289,9 @@ def messages(world):
     def swap(x):
         return on.sendrecv(x, x, other, other)
 
-    for jit in WAYS.values():
-        value, back = jit(lambda x: (swap(x), jax.grad(lambda x: swap(x**2) @ jnp.arange(4.0))(x)))(x)
-        assert (value == jnp.arange(4.0) + other).all()
-        assert (back == 2 * x * jnp.arange(4.0)).all()
+    value, back = jaxmpi.jit(lambda x: (swap(x), jax.grad(lambda x: swap(x**2) @ jnp.arange(4.0))(x)))(x)
+    assert (value == jnp.arange(4.0) + other).all()
+    assert (back == 2 * x * jnp.arange(4.0)).all()
 
 
 def cotangents(world):
@@ -304,13 +302,12 @@ def cotangents(world):
         total = notoken.allreduce(jnp.sin(x), MPI.SUM, comm=world)  # summed
         return jnp.sum(total * (1.0 + rank if wrong else 2.0))
 
-    for jit in (lambda f, **options: f, jaxmpi.jit):
-        gradient = jit(jax.grad(loss), static_argnums=1)
-        assert jnp.allclose(gradient(jnp.ones(3), False), 2 * jnp.cos(1.0))
-        said = _said(lambda gradient=gradient: gradient(jnp.ones(3), True))
-        told = "differs from that of rank 0" in said and f"{_line('summed')} (loss)" in said
-        assert told if rank else said == "nothing", said
-        world.Barrier()
+    gradient = jaxmpi.jit(jax.grad(loss), static_argnums=1)
+    assert jnp.allclose(gradient(jnp.ones(3), False), 2 * jnp.cos(1.0))
+    said = _said(lambda: gradient(jnp.ones(3), True))
+    told = "differs from that of rank 0" in said and f"{_line('summed')} (loss)" in said
+    assert told if rank else said == "nothing", said
+    world.Barrier()
     pull = jax.vjp(lambda x: notoken.allreduce(x, MPI.SUM, comm=world), jnp.ones(2))[1]
     for first in (jnp.inf, jnp.nan):
         for second, differs in ((1 + rank * 1e-7, False), (1.0 + rank, rank > 0)):
@@ -329,7 +326,6 @@ def invariant(world):
 
     x = jnp.ones(3) + rank
     assert jnp.allclose(jaxmpi.jit(jax.grad(loss))(x), 2 * x)
-    assert jnp.allclose(jax.grad(lambda z: jnp.vdot(jax.grad(loss)(z), x))(x), 2 * x)
     said = _said(lambda: jaxmpi.jit(loss)(x, 1.0))
     told = "invariant" in said and f"{_line('invariant')} (loss)" in said
     assert told if rank else said == "nothing", said
@@ -359,8 +355,66 @@ def equal_collectives(world):
     on.barrier()
 
 
+def keys_of_other_implementations(world):
+    """Words that are as many as those of another implementation are not taken for such keys."""
+    rank, on = world.rank, _Bound(notoken, world)
+    key = jax.random.key(0, impl="rbg")
+    other = jax.random.key(0, impl="unsafe_rbg") if rank else key
+    for name, call in {
+        "allgather": on.allgather,
+        "scatterv": lambda x: on.scatterv(jnp.stack([x] * (1 if rank else 2)), [1, 1], 0),
+        "ibcast": lambda x: notoken.wait(on.ibcast(x, 0)),
+    }.items():
+        jax.block_until_ready(call(key))
+        said = _said(lambda call=call: call(other))
+        here = f"here they are key<{'urbg' if rank else 'rbg'}>"
+        for part in ("keys that", "not of the same implementations", here, __file__):
+            assert part in said, (name, said)
+
+
+def leaves_of_other_dtypes(world):
+    """Of several errors of one message the first is raised, and the next message is intact."""
+    rank, other, on = world.rank, 1 - world.rank, _Bound(notoken, world)
+    xs = (jnp.ones(3, jnp.float32), jnp.ones(2, jnp.int32), jnp.full(4, 5, jnp.int32))
+    template = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
+    wrong = (template[0], jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32))
+
+    def swap(tag):
+        return on.sendrecv(xs, wrong if rank else template, other, other, sendtag=tag, recvtag=tag)
+
+    for f in (swap, jaxmpi.jit(swap)):
+        said = _said(lambda f=f: f(3))
+        assert "is of 2 int32, the template of 2 float32" in said if rank else said == "nothing", said
+        y = on.sendrecv(jnp.full(2, 9 + rank), jnp.zeros(2, int), other, other, sendtag=3, recvtag=3)
+        assert (y == 10 - rank).all(), y
+
+
+def starts(world):
+    """Starts that wait to be compared let messages pass. A message of another dtype is refused, and the next one is
+    intact."""
+    on, x = _Bound(notoken, world), jnp.ones(4000)
+    if world.rank == 0:
+        on.send(x, 1)
+        total = on.iallreduce(x, MPI.SUM)
+    else:
+        received = on.irecv(x, 0)
+        total = on.iallreduce(x, MPI.SUM)
+        jax.block_until_ready(notoken.wait(received))
+    assert notoken.wait(total)[0] == 2
+    if world.rank == 0:
+        on.send(jnp.arange(4, dtype=jnp.int32), 1, tag=1)
+        on.send(jnp.arange(4, dtype=jnp.float32), 1, tag=1)
+    else:
+        request = on.irecv(jnp.zeros(4), 0, tag=1)
+        said = _said(lambda: notoken.wait(request))
+        assert "irecv" in said, said
+        assert "int32" in said, said
+        np.testing.assert_array_equal(on.recv(jnp.zeros(4), 0, tag=1), np.arange(4.0))
+
+
 ALWAYS = [
     differing, lines_of_calls, messages, cotangents, invariant, equal_collectives, start_and_call,
+    keys_of_other_implementations, leaves_of_other_dtypes, starts,
 ]  # fmt: skip
 
 

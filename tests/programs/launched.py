@@ -80,4 +80,5 @@ def _several_devices(world, first, second):
     np.testing.assert_array_equal(results, np.repeat(np.arange(60.0), 3).reshape(60, 3))
 
 
-EACH_TIME = [small_examples, recover_without_survive, settings, devices_of_one_platform, devices_of_two_platforms]
+EACH_TIME = [small_examples, recover_without_survive, settings, devices_of_one_platform]
+NIGHTLY = [devices_of_two_platforms]
