@@ -401,8 +401,7 @@ def test_programs_of_freed_communicators_go(comm):
 
     def use():
         part = comm.Dup()
-        for value in (X, jnp.arange(4)):
-            np.testing.assert_array_equal(notoken.allreduce(value, MPI.SUM, comm=part), comm.size * value)
+        np.testing.assert_array_equal(notoken.allreduce(X, MPI.SUM, comm=part), comm.size * np.ones(3))
         notoken.barrier(comm=part)
         part.Free()
         gc.collect()
@@ -610,7 +609,7 @@ def test_leaves_may_be_functions(comm, rank, size):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("count", [6, 2_000_000])
+@pytest.mark.parametrize("count", [6, 200_000])
 def test_truncation(count, asynchronous, rank):
     """A message longer than the template is an exception on the receiver, with both sizes. The next one arrives."""
 
