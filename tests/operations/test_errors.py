@@ -407,9 +407,13 @@ def test_programs_of_freed_communicators_go(comm):
         gc.collect()
         return eager_programs(), len(backend.live_executables())
 
-    use()
-    before = use()
-    assert use() == before
+    gc.freeze()  # what other tests have left
+    try:
+        use()
+        before = use()
+        assert use() == before
+    finally:
+        gc.unfreeze()
 
 
 def combined(values):
@@ -572,11 +576,9 @@ def test_leaves_may_be_functions(comm, rank, size):
 
     calls = [
         (tree, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: np.sum(x, 0)),
-        (tree, lambda x: notoken.exscan(x, MPI.MAX), None),
         (tree, lambda x: notoken.bcast(x, size - 1), lambda x: x[-1]),
         (tree, lambda x: notoken.sendrecv(x, x, before, after), lambda x: x[before]),
         (tree, sent, lambda x: x[before]),
-        (tree, lambda x: notoken.wait(notoken.iallreduce(x, MPI.SUM)), lambda x: np.sum(x, 0)),
         (tree, jaxmpi.replicate, lambda x: x[rank]),
         (tree, lambda x: (notoken.send(x, after, tag=5), notoken.recv(x, before, tag=5))[1], lambda x: x[before]),
         (rows, notoken.alltoall, lambda x: np.stack([its[rank] for its in x])),
