@@ -46,7 +46,8 @@ def test_first_order(seed, judge, size):
     judge_program(judge, seed, size, 1, OPTIONS)
 
 
-@pytest.mark.parametrize("seed", at_night(range(104, 99, -1)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(104, 99, -1))
 def test_second_order(seed, judge, size):
     judge_program(judge, seed, size, 2, OPTIONS)
 

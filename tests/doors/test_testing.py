@@ -126,6 +126,15 @@ RIGHT = {
 }
 
 
+def _gradient_by_hand(w, x, y):
+    return (notoken.allreduce(jax.grad(error)(w, x, y), MPI.SUM) / SIZE,)
+
+
+@pytest.mark.nightly
+def test_gradient_by_hand():
+    check_grads(lambda w: regression(w, X, Y), (W,), invariant=0, gradient=lambda w: _gradient_by_hand(w, X, Y))
+
+
 def _check_right(name):
     f, args, invariant = RIGHT[name]
     check_grads(f, args, invariant=invariant)
@@ -142,14 +151,10 @@ def test_more_that_is_right(names):
 
 
 def test_right_in_other_ways(comm):
-    """Results of each rank's own, second derivatives, gradients of the user's, one mode, another communicator."""
+    """Results of each rank's own, second derivatives, one mode, another communicator."""
     check_grads(neighbours, (W, X), invariant="w", invariant_out=False)
     gradient = jax.grad(regression, argnums=(0, 1))
     check_grads(gradient, (W, X, Y), invariant="w", invariant_out=(True, False))
-    by_hand = lambda w: (total_of_gradients(w),)  # noqa: E731
-    total_of_gradients = lambda w: notoken.allreduce(jax.grad(error)(w, X, Y), MPI.SUM) / SIZE  # noqa: E731
-    check_grads(lambda w: regression(w, X, Y), (W,), invariant=0, gradient=by_hand)
-    check_grads(lambda x: total(square(x)), (X,), modes=("rev",))
     until = lambda x: jax.lax.while_loop(lambda x: total(x) < 100, lambda x: x + x**2, jnp.abs(x))  # noqa: E731
     check_grads(until, (X,), modes=("fwd",), invariant_out=False)
     halves = comm.Split(RANK % 2, RANK)
@@ -309,7 +314,7 @@ def relations_in(text):
     return dict(re.findall(r"^  (\S+): reverse mode .*(?:\n    (.*))?$", text, re.M))
 
 
-FIRST_MISTAKES = (missing_in_one_of_two, missing_in_a_loop, too_many_at_divided_weights)
+FIRST_MISTAKES = (missing_in_one_of_two, too_many_at_the_loss)
 
 
 def _check_mistake(mistake):
@@ -534,7 +539,7 @@ def test_random_programs(comm, rank, size):
             told(f, args, invariant=gradients.INVARIANT)
 
     mistakes = st.integers(0, 1 << 10) if size > 1 else st.none()
-    drawing.on_all_ranks(comm, st.tuples(st.integers(0, 1 << 32), st.none() | mistakes), check, 16)
+    drawing.on_all_ranks(comm, st.tuples(st.integers(0, 1 << 32), st.none() | mistakes), check, 12)
 
 
 # --- the examples ----------------------------------------------------------------------------------------------------
@@ -589,10 +594,10 @@ def of_spectral():
 @pytest.mark.parametrize(
     "make",
     [
-        of_heat_inverse,
+        of_global_sum,
         *(
             pytest.param(make, marks=pytest.mark.nightly)
-            for make in (of_regression, of_global_sum, of_scatter_grad, of_poisson, of_spectral)
+            for make in (of_regression, of_heat_inverse, of_scatter_grad, of_poisson, of_spectral)
         ),
     ],
 )

@@ -406,7 +406,7 @@ def test_arrays_without_axes_and_without_values(tmp_path):
             assert type(x) is type(tree[name]), name
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.nightly)])
 def test_random_keys(comm, folder, impl):
     key = jax.random.key(3, impl=impl)
     grid = jaxmpi.Grid((0,), (2 * comm.size + 1,))

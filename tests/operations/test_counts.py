@@ -136,7 +136,7 @@ def test_random_counts(comm, rank, size):
             np.testing.assert_array_equal(np.asarray(y), expected, err_msg=str(case))
             np.testing.assert_array_equal(counts, case.told(rank), err_msg=str(case))
 
-    drawing.on_all_ranks(comm, st.tuples(st.sampled_from(list(WAYS)), several(size)), check, 28)
+    drawing.on_all_ranks(comm, st.tuples(st.sampled_from(list(WAYS)), several(size)), check, 16)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
@@ -161,7 +161,7 @@ def test_random_adjoints(comm, rank, size):
             assert forth == behind, case
             np.testing.assert_array_equal(again, dy, err_msg=str(case))
 
-    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 12)
+    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 8)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
@@ -182,7 +182,7 @@ def test_random_batches(comm, rank, size):
             for xs, y in zip(pair, ys, strict=True):
                 np.testing.assert_array_equal(y, case.expected(xs, rank), err_msg=str(case))
 
-    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 12)
+    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 8)
 
 
 @rows("names", ["allgatherv", "gatherv", "reduce_scatter"])
@@ -337,7 +337,7 @@ def test_derivatives_of_other_reductions(comm, rank, size):
             return jnp.vdot(ws[rank], y) if rank > 0 else 0 * jnp.sum(x)
         return jnp.vdot(ws[rank][0], y)
 
-    calls = [(function, name) for function in ("exscan", "reduce_scatter") for name in ops]
+    calls = [("exscan", "PROD"), ("exscan", "MAX"), ("reduce_scatter", "PROD"), ("reduce_scatter", "MIN")]
     ours, theirs = (
         jax.jit(lambda x, f=f: [jax.grad(functools.partial(f, *call))(x) for call in calls])(x)
         for f, x in ((of_this, xs[rank]), (of_all, xs))
@@ -364,7 +364,7 @@ TREES_WITHOUT_ROOM = {
 def test_one_rank_has_too_little_room_for_a_tree(names, rank, size):
     """It takes part in the communication of all arrays, so that the others get theirs, and what follows is right."""
     x = jnp.arange(3.0 * size) + 100 * rank
-    tree = {"a": x, "b": -2 * x, "c": jnp.zeros((3 * size, 0)), "d": x.astype(jnp.int32)}
+    tree = {"a": x, "b": jnp.zeros((3 * size, 0)), "c": x.astype(jnp.int32)}
     counts = jnp.full(size, 3)
     enough = jax.jit(
         lambda tree: {name: TREES_WITHOUT_ROOM[name](tree, counts, lambda rows: rows)[0] for name in names}
@@ -383,4 +383,5 @@ def test_one_rank_has_too_little_room_for_a_tree(names, rank, size):
         y = notoken.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
         np.testing.assert_array_equal(y, 7.0 + np.arange(size))
 
-    each([(name, *how) for name in names for how in (("eager", 0), ("jit", -1), ("jaxmpi.jit", 0))], check)
+    hows = (("eager", 0), ("jaxmpi.jit", -1))
+    each([(name, *hows[list(TREES_WITHOUT_ROOM).index(name) % 2]) for name in names], check)

@@ -63,7 +63,7 @@ def cases(draw_, size):
 def follows(rank, size, comm):
     """What is sent next is not what was left before."""
     before, after = (rank - 1) % size, (rank + 1) % size
-    for i, shape in enumerate(((3,), (), (2, 2), (1,), (4,))):
+    for i, shape in enumerate(((3,), (), (2, 2))):
         x = jnp.full(shape, 70.0 + rank + 10 * i, jnp.float32)
         y = notoken.sendrecv(x, x, before, after, sendtag=1, recvtag=1, comm=comm)
         np.testing.assert_array_equal(y, np.full(shape, 70.0 + before + 10 * i))
@@ -102,7 +102,7 @@ def test_values(rank, size, comm):
                 assert not np.any(np.ravel(y)[x.size :])
         follows(rank, size, comm)
 
-    drawing.on_all_ranks(comm, cases(size), check, 40)
+    drawing.on_all_ranks(comm, cases(size), check, 24)
 
 
 @needs_new_jax
@@ -138,7 +138,7 @@ def test_gradients(rank, size, comm):
         x = jnp.full((2,), 3.0 + rank, jnp.float32)
         np.testing.assert_array_equal(square(x), 2 * x)
 
-    drawing.on_all_ranks(comm, cases(size), check, 24)
+    drawing.on_all_ranks(comm, cases(size), check, 16)
 
 
 def exchange(rank, size, comm, x):

@@ -15,8 +15,8 @@ from support.table import CASES, NEW_JAX, draw
 
 WAYS = {
     "eager": (lambda f: f, [()]),
-    "jit": (jax.jit, [(3,), (2, 3), (0, 3)]),
-    "jaxmpi.jit": (jaxmpi.jit, [(1,), (0,), (5, 1, 2)]),
+    "jit": (jax.jit, [(2, 3), (0, 3)]),
+    "jaxmpi.jit": (jaxmpi.jit, [(1,), (5, 1, 2)]),
 }
 
 
@@ -25,7 +25,9 @@ WAYS = {
 def test_results(cases, way, comm, rank, size):
     """All operations, with each root, in one program: most of the time goes into compiling."""
     jit, shapes = WAYS[way]
-    calls = [(case, shape, root) for case in cases for shape in shapes for root in case.roots(size)]
+    calls = [
+        (case, shape, root) for case in cases for shape in shapes for root in list(case.roots(size))[way == "eager" :]
+    ]
     inputs = [case.inputs(shape, np.float32, size, root) for case, shape, root in calls]
 
     def call(xs):
@@ -104,20 +106,22 @@ def test_operands_are_kept(cases, comm, rank, size):
     inputs = [case.inputs((6,), np.float32, size, 0) for case in cases]
     arrays = [jnp.asarray(xs[rank].copy()) for xs in inputs]
 
+    def of(xs):
+        return [case.call(x, comm, 0) for case, x in zip(cases, xs, strict=True)]
+
     def call(xs):
         ys = [x * 2 for x in xs]
-        results = [case.call(y, comm, 0) for case, y in zip(cases, ys, strict=True)]
-        return [y + 1 for y in ys], results, [case.call(x, comm, 0) for case, x in zip(cases, xs, strict=True)]
+        return of(ys), [y + 1 for y in ys], of(xs)
 
     def check(row):
-        case, xs, array, used, result = row
+        case, xs, array, result, used = row
         np.testing.assert_array_equal(array, xs[rank])
         np.testing.assert_array_equal(used, xs[rank] * 2 + 1)
         np.testing.assert_array_equal(result, case.expected([x * 2 for x in xs], rank, 0))
 
-    for way in (jax.jit, lambda f: f):
-        used, results, _ = jax.block_until_ready(way(call)(arrays))
-        each(list(zip(cases, inputs, arrays, used, results, strict=True)), check, lambda row: str(row[0]))
+    jax.block_until_ready(of(arrays))
+    results, used, _ = jax.block_until_ready(jax.jit(call)(arrays))
+    each(list(zip(cases, inputs, arrays, results, used, strict=True)), check, lambda row: str(row[0]))
 
 
 LEAVES = [(), (0,), (1,), (3,), (2, 2), (0, 3), (700,), (5000,), (40, 300)]  # the last is not small in any dtype
@@ -159,7 +163,7 @@ def test_random_pytrees(cases, seed, comm):
     """Leaves of several shapes and dtypes, some of which are communicated together, in any order."""
 
     def leaves(generator):
-        return [(LEAVES[i], DTYPES[generator.integers(5)]) for i in generator.integers(len(LEAVES), size=8)]
+        return [(LEAVES[i], DTYPES[generator.integers(5)]) for i in generator.integers(len(LEAVES), size=5)]
 
     check_trees(cases, leaves, [jax.jit, jaxmpi.jit][seed % 2], comm, seed)
 
@@ -167,7 +171,7 @@ def test_random_pytrees(cases, seed, comm):
 @rows("cases", [case for case in JOINED if case.name in ("allgatherv", "allreduce", "iallreduce", "scatter")])
 def test_many_leaves(cases, comm):
     """Of one dtype, and more than one operation takes."""
-    leaves = lambda generator: [(LEAVES[i], np.float32) for i in generator.integers(5, size=230)]  # noqa: E731
+    leaves = lambda generator: [(LEAVES[i], np.float32) for i in generator.integers(5, size=130)]  # noqa: E731
     check_trees(cases, leaves, lambda f: f, comm)
 
 
@@ -273,7 +277,7 @@ def test_sub_communicators(comm, rank, size):
 
 def test_communicators_in_turn(comm, size):
     """Handles that MPI recycles must not find the shapes of their predecessors."""
-    for turn in range(12):
+    for turn in range(6):
         colour = 0 if turn % 2 else comm.rank
         part = comm.Split(colour, comm.rank)
         assert notoken.allgather(jnp.ones(2), comm=part).shape == (part.size, 2)

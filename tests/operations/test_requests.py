@@ -21,8 +21,8 @@ from support.table import NEW_JAX, draw, raised
 
 pytestmark = pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="irecv needs MPI_THREAD_MULTIPLE")
 derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-LARGE = 1 << 19
-"""Elements of a float64 array that no library sends before the receiver is ready: 4 MiB."""
+LARGE = 1 << 18
+"""Elements of a float64 array that no library sends before the receiver is ready: 2 MiB."""
 
 
 @pytest.fixture(autouse=True)
@@ -330,7 +330,7 @@ def test_random_order(comm, rank, size):
             same(result, expected(step, [inputs[r][i] for r in range(size)]))
         assert _core.requests_in_flight() == 0
 
-    drawing.on_all_ranks(comm, _random_order(size), check, 40)
+    drawing.on_all_ranks(comm, _random_order(size), check, 24)
 
 
 # --- any source, any tag ---------------------------------------------------------------------------------------------
@@ -360,8 +360,7 @@ def test_any_tag_beside_others(comm, rank):
     same(grid.finish(flying), grid.exchange(x))
 
 
-@pytest.mark.parametrize("how", ["recv", "irecv", "sendrecv"])
-@pytest.mark.parametrize("length", [4, 18])
+@pytest.mark.parametrize(("how", "length"), [("recv", 4), ("irecv", 18), ("sendrecv", 4)])
 @pytest.mark.skipif(communicators.CHECK, reason="ranks that are compared wait for each other in a start")
 @pytest.mark.ranks(2)
 def test_any_tag_after_the_start_of_an_exchange(how, length, comm, rank, size):
@@ -401,8 +400,10 @@ def test_any_tag_in_a_derivative_beside_others(comm, rank):
         return notoken.waitall([receive, notoken.isend(x, right(comm), tag=7)])[0] + y
 
     x = numbers((3,), rank)
-    same(jax.jvp(f, (x,), (x,)), jax.jvp(lambda x: f(x, False), (x,), (x,)), 1e-15)
-    same(jax.vjp(f, x)[1](x), jax.vjp(lambda x: f(x, False), x)[1](x), 1e-15)
+    same(
+        *jax.jit(lambda x: [(jax.jvp(g, (x,), (x,)), jax.vjp(g, x)[1](x)) for g in (f, lambda x: f(x, False))])(x),
+        1e-15,
+    )
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
@@ -494,7 +495,7 @@ def test_two_threads(two_threads):
 
 def test_communicators(comm, rank, size):
     """The same tags on several communicators; one is freed and another takes its place."""
-    for _ in range(3):
+    for _ in range(2):
         other, half = comm.Dup(), comm.Split(rank % 2)
         x = jnp.full(2, float(rank))
         flying = [(c, notoken.irecv(x, left(c), tag=1, comm=c)) for c in (comm, other, half)]
@@ -562,15 +563,12 @@ def _loss(operation, comm, rank):
 
 TRANSFORMATIONS = {
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
-    "grad": jax.grad,
     "hessian": jax.hessian,
     "jacrev": lambda f: jax.jacrev(jax.grad(f)),
-    "jacfwd": lambda f: jax.jacfwd(f),
     "forward over forward": lambda f: lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (x,))[1], (x,), (x,)),
     "batch of grad": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x, x + 1])),
     "jit of grad": lambda f: jaxmpi.jit(jax.value_and_grad(f)),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
 }
 
 
@@ -597,7 +595,8 @@ def test_constant_on_a_rank(ways, comm, rank, size):
             return jnp.sum(operation(fixed if rank == constant else x * x, comm) * x)
 
         last = lambda x: f(x, size - 1)  # noqa: E731
-        return jax.grad(f)(x, 0), jax.jvp(last, (x,), (x,)), jax.hessian(last)(x)
+        second = jax.hessian if way in ("message", "iallreduce of products") else jax.grad
+        return jax.grad(f)(x, 0), second(last)(x)
 
     alike(both(call, ways, numbers((3,), rank), numbers((3,), 50)), 1e-12)
 
@@ -631,7 +630,7 @@ def test_derivatives_of_carries(comm, rank):
         return f
 
     def derivatives(x):
-        return [[TRANSFORMATIONS[t](loss(n))(x) for t in ("jvp", "hessian", "batch of grad")] for n in (True, False)]
+        return [[TRANSFORMATIONS[t](loss(n))(x) for t in ("hessian", "batch of grad")] for n in (True, False)]
 
     same(*jax.jit(derivatives)(numbers((3,), rank)), 1e-11)
 
@@ -646,10 +645,9 @@ def test_derivatives_across_jit_and_branches(comm, rank):
         return jnp.sum(wait(request) * x)
 
     def both(h):
-        return jax.jit(lambda x, given: (jax.grad(h)(x, given), jax.hessian(h)(x, given)))
+        return jax.jit(lambda x, given: (h(x, given), jax.hessian(h)(x, given)))
 
     ours, theirs = both(f), both(lambda x, k: jnp.sum(notoken.allreduce(jnp.sin(k * x), MPI.PROD) * x))
-    same(jax.grad(f)(x, True), theirs(x, 1.0)[0], 1e-12)
     for first, factor in ((True, 1.0), (False, 2.0)):
         same(ours(x, first), theirs(x, factor), 1e-12)
 
@@ -684,19 +682,10 @@ def test_normal_equations(comm, rank, size):
     them for no request. Against NumPy with the matrix of the blocking operation; one is differentiated once more."""
     n = 4 * size
     halos = jaxmpi.Grid(size, (n - 2) * size, periodic=True, comm=comm)
-    lines, columns = (jaxmpi.Grid(processes, (size, n), comm=comm) for processes in ((size, 1), (1, size)))
     rows = jaxmpi.IndexMap(n * rank + np.arange(n), np.arange(n) + (rank + 1) % size * n if size > 1 else [], comm=comm)
-    shape = lambda x: x[None] if x.ndim == 1 else x.reshape(-1)  # noqa: E731
     maps = {
         "message": WAYS["message"],
         "halo": (lambda x, c: halos.finish(halos.start(x)), lambda x, c: halos.exchange(x)),
-        "redistribution": tuple(
-            lambda x, c, move=move: x + 0.5 * shape(move(shape(x)))
-            for move in (
-                lambda x: notoken.wait(jaxmpi.iredistribute(x, lines, columns)),
-                lambda x: jaxmpi.redistribute(x, lines, columns),
-            )
-        ),
         "ghosts": tuple(
             lambda x, c, move=move: x + 0.5 * move(rows.pad(x))[-n:]
             for move in (lambda x: notoken.wait(rows.start(x)), rows.exchange)
@@ -713,7 +702,7 @@ def test_normal_equations(comm, rank, size):
     columns_of = {
         name: np.concatenate(comm.allgather(np.asarray(y)), axis=1).T for name, y in columns_of(every[:, rank]).items()
     }
-    cases, b = [("message", 1), ("halo", 2), ("redistribution", 1), ("ghosts", 1)], numbers((n,), rank)
+    cases, b = [("message", 1), ("halo", 2), ("ghosts", 1)], numbers((n,), rank)
     found = jax.jit(lambda b: {name: gradients(name, times, b) for name, times in cases})(b)
     all_b = np.concatenate([numbers((n,), r) for r in range(size)])
 
@@ -732,7 +721,7 @@ def test_normal_equations(comm, rank, size):
 TRACED = ("dest", "sendtag", "source", "recvtag")
 
 
-ENDS = {"-".join(names): names for names in (("dest",), ("recvtag",), ("sendtag", "source"), TRACED)}
+ENDS = {"-".join(names): names for names in (("dest", "recvtag"), ("sendtag", "source"), TRACED)}
 
 
 @derivatives
@@ -757,7 +746,6 @@ def test_traced_ends(cases, comm, rank):
             return few
         return few | {
             "value": f(x, given, leaves),
-            "jvp": jax.jvp(g, (x,), (v,)),
             "reverse over reverse": jax.grad(lambda x: jnp.sum(jax.grad(g)(x) ** 2))(x),
             "batch": jax.vmap(jax.grad(g))(jnp.stack([x, v, x + v])),
             "checkpoint": jax.grad(jax.checkpoint(g))(x),
@@ -883,7 +871,7 @@ def test_grids(comm, rank, size):
         dots = [comm.allreduce(float(jnp.vdot(*pair))) for pair in ((w, forward), (back, v))]
         np.testing.assert_allclose(*dots, rtol=1e-9, atol=1e-9)
 
-    drawing.on_all_ranks(comm, _grids(size), check, 12)
+    drawing.on_all_ranks(comm, _grids(size), check, 8)
 
 
 @derivatives
@@ -970,9 +958,9 @@ def test_no_request(comm, rank):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("beside", [True, False])
-@pytest.mark.parametrize("length", [3, 5])
+@pytest.mark.parametrize(
+    ("length", "early", "beside"), [(3, True, True), (5, True, False), (3, False, False), (5, False, True)]
+)
 def test_message_that_does_not_fit(length, early, beside, comm, rank):
     """It is dropped, and the next one is intact. `early`: it has come before the wait; `beside`: more is expected."""
     if rank == 0:
@@ -1149,7 +1137,7 @@ def test_messages_alike_have_their_own_derivatives(waits, comm, rank):
         return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
 
     def derivatives(f, x, t):
-        return jax.jvp(f, (x,), (t,)), jax.hessian(f)(x), jax.grad(f)(x)
+        return jax.jvp(f, (x,), (t,)), jax.hessian(f)(x)
 
     fs = {"expected": plain, **{name: lambda x, name=name: _alike(x, comm, WAITS[name]) for name in waits}}
     found = jax.jit(lambda x, t: {name: derivatives(f, x, t) for name, f in fs.items()})
@@ -1158,15 +1146,18 @@ def test_messages_alike_have_their_own_derivatives(waits, comm, rank):
 
 
 @derivatives
-def test_derivatives_of_many_leaves(comm, rank):
+def test_derivatives_of_many_leaves(comm, rank, monkeypatch):
+    """More than one operation waits for."""
+    monkeypatch.setattr("jaxmpi._operations.requests._MOST", 6)
+
     def f(xs):
         ys, _ = notoken.waitall(
             [notoken.irecv(xs, left(comm), tag=1, comm=comm), notoken.isend(xs, right(comm), tag=1, comm=comm)]
         )
         return sum(jnp.sum((i + 1) * jnp.sin(y)) for i, y in enumerate(ys))
 
-    x = numbers((61, 2), rank)
-    found = jax.jit(lambda xs: {leaves: jax.grad(f)(xs[:leaves]) for leaves in (31, 61)})(list(x))
+    x = numbers((7, 2), rank)
+    found = jax.jit(lambda xs: {leaves: jax.grad(f)(xs[:leaves]) for leaves in (4, 7)})(list(x))
     for leaves, gradients in found.items():  # round the ring and back
         factors = np.arange(1, leaves + 1)[:, None]
         np.testing.assert_allclose(gradients, factors * np.cos(x[:leaves]), rtol=1e-12)
@@ -1190,7 +1181,8 @@ def test_waits_alone_are_differentiated(operations, comm, rank, size):
         "checkpoint": jax.checkpoint,
         "scan": lambda f: lambda q: lax.scan(lambda c, _: (c, f(q)), 0.0, None, length=1)[1][0],
     }
-    places = [(operation, wrap) for operation in operations for wrap in wraps]
+    few = ("jit", "scan")
+    places = [(operation, wrap) for operation in operations for wrap in (wraps if operation == "messages" else few)]
     begun = jax.jit(lambda x: [calls[operation][0](x) for operation, _ in places])(x)
 
     def gradients(w, begun):
@@ -1396,7 +1388,7 @@ def test_what_is_not_waited_for_is_refused_in_reverse_mode(script):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("elements", [1, 500, 2000, 4000])
+@pytest.mark.parametrize("elements", [1, 2000, 4000])
 def test_this_rank_waits_elsewhere(elements, comm, rank):
     """The sender may wait for the receive, and this rank, in a function that is not ours, for the sender."""
     x = numbers((elements,), rank)

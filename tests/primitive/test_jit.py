@@ -143,7 +143,7 @@ def test_other_effects(size):
 
 
 def slow(x):
-    y = lax.fori_loop(0, 20, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
+    y = lax.fori_loop(0, 10, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
     return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
 
 
@@ -155,7 +155,7 @@ def test_jit_and_eager_calls_in_turn(rank, size):
     ring = [way(lambda x: notoken.sendrecv(x, x, left, right)) for way in ways]
     gather = [way(notoken.allgather) for way in ways]
     results = []
-    for i in range(18):
+    for i in range(9):
         a, b, c = (i * 7) % 3, (i * 5 + 1) % 3, (i * 11 + i // 3) % 3
         x = jnp.float64(i + rank)
         results.append((slowly[a](jnp.float64(i)), ring[b](x), gather[c](x)))
@@ -190,7 +190,7 @@ def test_two_threads(two_threads, rank, size):
         left, right = (rank - 1) % size, (rank + 1) % size
         ways = [jaxmpi.jit, jax.jit, lambda f: f]
         calls = [way(lambda x: notoken.sendrecv(x, x, left, right, comm=part)) for way in ways]
-        for i in range(30):
+        for i in range(15):
             y = calls[i % 3](jnp.full(3, 1000.0 * seed + 10 * i + rank))
             z = calls[(i + 1) % 3](y)
             assert y[0] == 1000.0 * seed + 10 * i + left
@@ -328,7 +328,7 @@ def test_in_place(threshold, monkeypatch, rank, size):
     np.testing.assert_array_equal(x, np.full(3, rank + 1.0))
 
 
-@pytest.mark.parametrize("threshold", [1, 1 << 60], ids=["large", "small"])
+@pytest.mark.parametrize("threshold", [1, pytest.param(1 << 60, marks=pytest.mark.nightly)], ids=["large", "small"])
 def test_bcast_in_place(threshold, monkeypatch, rank):
     """Root's array is handed through where nobody needs it afterwards, and only there. Elsewhere it is copied, so that
     nothing is computed of it before it is sent."""
@@ -421,8 +421,8 @@ def test_mixtures(seed, rank, size):
 
     calls = [[way(f) for way in ways] for f in (sums, ring, loop)]
     results = []
-    for i in range(40):
-        kind, way, elements = draw.integers(3), draw.integers(3), int(draw.choice([1, 7, 900, 3000]))
+    for i in range(30):
+        kind, way, elements = draw.integers(3), draw.integers(3), int(draw.choice([7, 3000]))
         x = jnp.full(elements, float(100 * i + rank))
         if draw.integers(3) == 0:
             x = heavy(x)
@@ -448,7 +448,7 @@ def test_call_within_a_call(rank, size):
             known = within(np.float32(2))
         return notoken.sendrecv(x, x, left, right) + known
 
-    for i in range(3):
+    for i in range(2):
         first = jaxmpi.jit(lambda x, i=i: traced(x) + i)(heavy(jnp.full(3, float(rank))))
         second = notoken.sendrecv(jnp.full(3, 10.0 + rank), jnp.zeros(3), left, right)
         np.testing.assert_allclose(first, left + 2 * size + i)
@@ -503,17 +503,17 @@ def test_is_like_a_function(size):
 
 def test_functions_are_not_kept(size):
     """Nor those that are kept by themselves."""
+    gc.freeze()  # what other tests have left
     made = jaxmpi.jit(lambda x: x + 1)
     made.itself = made
     assert made(1) == 2
-    gone = weakref.ref(made)
+    gone = [weakref.ref(made)]
     del made
-    before = sum(type(x).__name__ == "Jitted" for x in gc.get_objects())
-    for i in range(6):
+    for i in range(3):
         f = jaxmpi.jit(lambda x, i=i: notoken.allreduce(x, MPI.SUM) + i)
         assert f(1.0) == size + i
+        gone.append(weakref.ref(f))
     del f
-    jax.clear_caches()
     gc.collect()
-    assert gone() is None
-    assert sum(type(x).__name__ == "Jitted" for x in gc.get_objects()) <= before
+    gc.unfreeze()
+    assert [kept() for kept in gone] == [None] * 4
