@@ -23,19 +23,20 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
-    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes "
+    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak trace wheel recipes "
     "types docs"
 )
 """What `make test` leaves out: how jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels.
 `make lint` runs types, `make docs` docs."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (
-    "adjoint fuzz check neighbors operations counts order grid redistribute replica fft ghosts index_map migrate sparse"
+    "adjoint fuzz check neighbors operations by_counts order grid redistribute replica fft ghosts index_map migration "
+    "sparse"
 )
 """What depends most on how many ranks there are: with `--brief` the others are run on two ranks alone."""
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
 ON_DEVICES = (
-    f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors ghosts migrate bench counts ends "
+    f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors ghosts migration bench by_counts ends "
     "leaves"
 )
 OVER_TCP = "tcp operations errors order jit adjoint"
@@ -100,7 +101,7 @@ def faults(options) -> Iterator[Command]:
 def fault_times(options) -> Iterator[Command]:
     """Those that tell how long a job with a fault takes to end, one after the other."""
     options.workers = "0"
-    suites = "faults launcher two_hosts private timeline"
+    suites = "faults launcher two_hosts private trace"
     tests = {test for suite in suites.split() for test in noting((TESTS.parent / path(suite)).read_text())}
     yield pytest(suites, options, "-k", " or ".join(sorted(tests)))
 
