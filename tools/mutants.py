@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--again", metavar="FILE", help="try the changes in this file that were not found")
     parser.add_argument("--output", default=str(ROOT / "output" / "mutants.jsonl"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of what puts the file back
     commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", options.commit], text=True).strip()
     original = prepare(commit)
     output = Path(options.output)
