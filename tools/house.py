@@ -51,7 +51,7 @@ def paragraphs_of_page(text: str) -> list[tuple[int, str]]:
         elif stripped.startswith("|"):
             end()
             made += [(number, cell.strip()) for cell in stripped.strip("|").split("|")]
-        elif not stripped or marks or stripped.startswith(("#", "<", "[")) and not current:
+        elif not stripped or marks or (stripped.startswith(("#", "<", "[")) and not current):
             end()
         else:
             if re.match(r"([-*+]|\d+\.) ", stripped):
