@@ -39,7 +39,7 @@ Batch = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def make_batch(images: np.ndarray, digits: np.ndarray, chosen: np.ndarray) -> Batch:
-    """Return the batch of the images with the numbers `chosen`. Each process makes only the part of its own devices."""
+    """Return the batch of the images with the numbers `chosen`. Each process makes only the part for local devices."""
     missing = -len(chosen) % jax.device_count()
     weights = np.pad(np.ones(len(chosen), np.float32), (0, missing))
     chosen = np.pad(chosen, (0, missing))

@@ -127,7 +127,7 @@ def predict(parameters: Parameters, u: jax.Array, graph: Graph, exchange: Callab
 
 
 def gather(values: jax.Array, numbers: np.ndarray) -> np.ndarray | None:
-    """Return on rank 0 the values of all processes, each at its number in the whole graph."""
+    """Return on rank 0 the values of all processes, ordered as in the whole graph."""
     parts = COMM.gather((numbers, np.asarray(values)))
     if parts is None:
         return None

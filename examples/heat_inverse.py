@@ -1,7 +1,7 @@
 """The conductivity of a plate, everywhere, computed from temperatures that a few sensors have measured.
 
 A square plate with insulated rims has hot and cold spots at the start. While they fade, sensors on a lattice measure
-the temperature, with some noise. The conductivity k is unknown in all cells. The optimizer Adam changes its logarithm
+the temperature, with some noise. The conductivity k is unknown in all cells. The optimizer Adam changes the logarithm
 until a simulation agrees with the data. The gradient comes from the simulation itself, backwards through the time loop,
 exchanges of halos included.
 
@@ -205,7 +205,7 @@ def main() -> None:
         newest = io.latest(options.checkpoints)
         if newest is None:
             raise SystemExit(f"--restart: there is no complete estimate in {options.checkpoints}")
-        # The optimizer's state has types of its own, which the file does not have.
+        # The optimizer's state has special types, which the file does not have.
         like = {"g": g, "state": state, "losses": losses, "done": 0}
         g, state, losses, begin = map(io.load(newest, grid=grid, like=like).get, like)
     with contextlib.ExitStack() as stack:

@@ -214,7 +214,7 @@ def relative_error(value: Callable, at: Pair, gradients: Pair, direction: Pair) 
 
 
 def gather(values: jax.Array, numbers: np.ndarray) -> np.ndarray | None:
-    """Return on rank 0 the values of all processes, each at its number in the whole mesh."""
+    """Return on rank 0 the values of all processes, ordered as in the whole mesh."""
     parts = COMM.gather((numbers, np.asarray(values)))
     if parts is None:
         return None

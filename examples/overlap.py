@@ -79,7 +79,7 @@ def sweeps(u: jax.Array) -> jax.Array:
 
 
 def make_steps(grid: jaxmpi.Grid) -> tuple[Step, Step]:
-    """Return a step without overlap and one with it, for a block with its halo."""
+    """Return a step without overlap and one with it, for a block with a halo."""
 
     def plain(u: jax.Array) -> jax.Array:
         u = grid.exchange(u, WIDTH)

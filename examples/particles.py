@@ -1,7 +1,7 @@
 """A lattice of particles that attract each other becomes a dense gas: molecular dynamics in a periodic square.
 
 The square is divided in cells, and the cells among the processes. When a particle enters a cell of another process,
-`jaxmpi.migrate` moves it there in the same step, with all its data. Forces are short-ranged. Each process sorts its
+`jaxmpi.migrate` moves it there in the same step, with all data. Forces are short-ranged. Each process sorts
 particles into an array with room for some in each cell, and `Grid.exchange` brings the neighbours' cells around it. The
 result is the same on any number of processes, and is compared with one process alone. The derivative of the kinetic
 energy with respect to the temperature at the beginning is compared with a difference quotient.
@@ -103,7 +103,7 @@ class Square:
 
 
 def make_particles(square: Square, temperature: float) -> tuple[Particles, jax.Array]:
-    """Return a lattice with random velocities: each process makes all particles and takes its own."""
+    """Return a lattice with random velocities: each process makes all particles and takes the local ones."""
     generator, number = np.random.default_rng(SEED), square.size**2
     place = (
         np.stack(np.divmod(np.arange(number), square.size), axis=1) + 0.5 + generator.uniform(-0.1, 0.1, (number, 2))
@@ -221,7 +221,7 @@ def gather(square: Square, state: State) -> tuple[np.ndarray, ...] | None:
 
 def later_energy(square: Square, particles: Particles, count: jax.Array, factor: jax.Array) -> jax.Array:
     """Return the kinetic energy after some steps, with `factor` times the temperature at the beginning."""
-    factor = jaxmpi.replicate(factor)  # each process scales other particles, so its cotangents are added
+    factor = jaxmpi.replicate(factor)  # each process scales other particles, so the cotangents are added
     particles = particles._replace(velocity=particles.velocity * jnp.sqrt(factor))
     return kinetic_energy(square, advance(square, begin(square, particles, count), DERIVED))
 

@@ -12,7 +12,7 @@ A run prints the comparison, the divergence before and after, and the times; wri
 it is.
 
 Velocities are at the faces of cells, pressures at the centres, in a square or cube of side 1, without units. The
-divergence of a cell is the sum of the flows out of its faces. laplace(p) is the divergence of the differences of p.
+divergence of a cell is the sum of the flows out of the faces. laplace(p) is the divergence of the differences of p.
 """
 
 import argparse

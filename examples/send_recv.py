@@ -7,7 +7,7 @@ A `send` returns only a token, which you may ignore. The message is sent all the
     mpiexec -n 2 python send_recv.py        # rank 1 received [0. 1. 2. 3.] from rank 0
     mpiexec -n 4 python send_recv.py        # the same; ranks 2 and 3 do nothing
 
-A single process cannot wait for its own blocking message, and exchanges in one call, `sendrecv`.
+A single process cannot wait for a blocking message to itself, and exchanges in one call, `sendrecv`.
 """
 
 import jax

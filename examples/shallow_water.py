@@ -60,7 +60,7 @@ class State(NamedTuple):
     """Fields of this process's cells and of a halo of one cell around them, and the tendencies of the step before.
 
     The fields have the shape (ny + 2, nx + 2), the tendencies (ny, nx).
-    Cell (j, i) has h in its middle, u in the middle of its eastern and v in the middle of its northern edge.
+    Cell (j, i) has h in the middle, u in the middle of the eastern and v in the middle of the northern edge.
     """
 
     h: jax.Array

@@ -64,7 +64,7 @@ def largest_difference(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def sampled(values: Callable[[np.ndarray, np.ndarray], np.ndarray], n: int) -> jax.Array:
-    """Return `values(y, x)` at the n times n points. Each process computes only its own rows."""
+    """Return `values(y, x)` at the n times n points. Each process computes only local rows."""
     points = 2 * np.pi * np.arange(n) / n
     return jax.make_array_from_callback(
         (n, n), NamedSharding(MESH, ROWS), lambda part: values(points[part[0], None], points[None, part[1]])
@@ -105,7 +105,7 @@ def main() -> None:
     poisson = jax.jit(jax.shard_map(solve, mesh=MESH, in_specs=ROWS, out_specs=ROWS))
     f, u = sampled(charge, n), sampled(potential, n)
 
-    # Only for NumPy each process has the whole array. It takes its own columns of the result.
+    # Only for NumPy each process has the whole array. It takes the local columns of the result.
     points = 2 * np.pi * np.arange(n) / n
     whole = np.fft.fft2(charge(points[:, None], points))
     expected = jax.make_array_from_callback((n, n), NamedSharding(MESH, COLUMNS), lambda part: whole[part])

@@ -17,7 +17,7 @@ The equation, for lengths in which the square or cube has side 1, and times with
 
 A step takes diffusion implicitly and the rest explicitly, in Fourier space. Each process has a block of u that is whole
 along the last axis. `jaxmpi.fft.Transform` transforms along whole axes, moves the data so that another axis is whole,
-and goes on. Fields in Fourier space have the blocks of its last step.
+and goes on. Fields in Fourier space have the blocks of the last step.
 """
 
 import argparse

@@ -94,7 +94,7 @@ def energy(w: jax.Array, transform: Transform) -> jax.Array:
 
 
 def final_energy(viscosity: jax.Array, w: jax.Array, steps: int, transform: Transform) -> jax.Array:
-    viscosity = jaxmpi.replicate(viscosity)  # each process damps other modes by it, so its cotangents are added
+    viscosity = jaxmpi.replicate(viscosity)  # each process damps other modes by it, so the cotangents are added
     return energy(advance(w, viscosity, steps, transform), transform)
 
 
