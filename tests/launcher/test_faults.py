@@ -174,53 +174,47 @@ def test_page_has_all_faults():
     assert goes_on == errors_page.GOES_ON
 
 
-@pytest.mark.nightly
-def test_exception_after_finalize(tmp_path):
-    """It is told, and not lost behind a message of MPI."""
-    program = program_of(tmp_path, BEGIN, "MPI.Finalize()", "if rank == 1: raise KeyError('this')")
-    done = launch(2, program, check=False, timeout=SECONDS)
-    assert done.returncode != 0
-    assert "KeyError: 'this'" in done.stderr
-    assert "MPI_ABORT" not in done.stderr
-
-
 FORKED = {"pass": 0, "raise KeyError('this')": 1, "sys.exit(5)": 5, "os._exit(6)": 6}
 """What forked processes do, and their statuses."""
 
 
 @pytest.mark.nightly
-def test_forked_processes(tmp_path):
-    """What they do ends them alone."""
-    fork = f"""
+def test_processes_of_a_rank(tmp_path):
+    """What they do ends them alone: forked ones, those of multiprocessing by each method, whose values and errors
+    arrive, and those that import the package, which are jobs of their own."""
+    does = f"""
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+    import multiprocessing, warnings
+    warnings.simplefilter("ignore")  # JAX about forks
     for what in {list(FORKED)} if rank == 1 else ():
         child = os.fork()
         if child == 0:
             exec(what)
             sys.exit()
         print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for method in ("spawn", "forkserver", "fork") if rank == 1 else ():
+        with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            print("square", pool.submit(pow, 7, 2).result())
+            if method != "fork": print("child", pool.submit(of_one).result())
+            try: pool.submit(int, "no").result()
+            except ValueError: print("raised")
+            try: pool.submit(os._exit, 3).result()
+            except BrokenProcessPool: print("broken")
+    if rank == 1:
+        child = "import jaxmpi; from mpi4py import MPI; print('child', MPI.COMM_WORLD.size)"
+        print(subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, timeout=40).stdout)
     print("sum", float(add(x)[0]))
     """
-    done = launch(2, program_of(tmp_path, BEGIN, textwrap.dedent(fork)), timeout=SECONDS)
+    of_one = "def of_one():\n    import jaxmpi\n    from mpi4py import MPI\n    return MPI.COMM_WORLD.size\n"
+    before = "from multiprocessing import forkserver\nforkserver.ensure_running()\n"  # it has the variables of the rank
+    guarded = "if __name__ == '__main__':\n" + textwrap.indent(before + BEGIN + textwrap.dedent(does), "    ")
+    done = launch(2, program_of(tmp_path, of_one, guarded), timeout=SECONDS)
     assert re.findall(r"status (\d)\n", done.stdout) == [str(status) for status in FORKED.values()]
-    assert done.stdout.count("sum 2.0") == 2
+    words = ("square 49", "raised", "broken", "child 1", "sum 2.0")
+    assert [done.stdout.count(word) for word in words] == [3, 3, 3, 3, 2], done.stdout
     assert done.stderr.count("in a process that a rank has forked") == 1
-
-
-@pytest.mark.nightly
-def test_process_that_is_no_rank(tmp_path):
-    """A process that a rank starts is a job of its own if it imports the package, and harms nobody."""
-    start = """
-        import jaxmpi
-        child = "import jaxmpi; from mpi4py import MPI; print('child', MPI.COMM_WORLD.size)"
-        if rank == 1:
-            print(subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, timeout=40).stdout)
-        print(f"sum {add(x)[0]}\\n", end="", flush=True)  # at once: plain mpiexec mixes parts of lines
-    """
-    for plain in (False, True):
-        done = launch(2, program_of(tmp_path, BEGIN, textwrap.dedent(start)), timeout=SECONDS, plain=plain)
-        assert "child 1" in done.stdout
-        assert "another MPI" not in done.stderr
-        assert done.stdout.count("sum 2.0") == 2
+    assert "another MPI" not in done.stderr
 
 
 def test_each_step_of_the_end(monkeypatch):
@@ -249,51 +243,6 @@ def test_each_step_of_the_end(monkeypatch):
     with pytest.raises(RuntimeError):
         _start._end()
     assert taken == [name for _, name in steps]
-
-
-@pytest.mark.nightly
-def test_server_of_processes_that_is_older_than_the_import(tmp_path):
-    """What it starts has the variables of the rank, and is none."""
-    program = """
-    import multiprocessing
-    def of_one():
-        import jaxmpi
-        from mpi4py import MPI
-        print(f"child of {MPI.COMM_WORLD.size}\\n", end="", flush=True)
-    if __name__ == "__main__":
-        for _ in range(2):
-            child = multiprocessing.get_context("forkserver").Process(target=of_one)
-            child.start()
-            child.join()
-            import jaxmpi
-    """
-    done = launch(2, program_of(tmp_path, textwrap.dedent(program)), timeout=SECONDS)
-    assert done.stdout.split() == ["child", "of", "1"] * 4
-    assert done.stderr == ""
-
-
-@pytest.mark.nightly
-def test_processes_of_a_rank(tmp_path):
-    """Those of multiprocessing, by each method: what they return and raise arrives, and they harm nobody."""
-    pools = """
-        from concurrent.futures import ProcessPoolExecutor
-        from concurrent.futures.process import BrokenProcessPool
-        import multiprocessing, warnings
-        if rank == 1:
-            warnings.simplefilter("ignore")  # JAX about forks
-            for method in ("spawn", "forkserver", "fork"):
-                with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
-                    print("square", pool.submit(pow, 7, 2).result())
-                    try: pool.submit(int, "no").result()
-                    except ValueError: print("raised")
-                    try: pool.submit(os._exit, 3).result()
-                    except BrokenProcessPool: print("broken")
-        print("sum", add(x)[0])
-    """
-    guarded = "if __name__ == '__main__':\n" + textwrap.indent(BEGIN + textwrap.dedent(pools), "    ")
-    done = launch(2, program_of(tmp_path, guarded), timeout=SECONDS)
-    assert [done.stdout.count(word) for word in ("square 49", "raised", "broken")] == [3, 3, 3]
-    assert done.stdout.count("sum 2.0") == 2
 
 
 IN_A_CHILD = {
@@ -435,69 +384,15 @@ def test_what_waits_is_reported(way, tmp_path):
     assert "rank 0 has" not in done.stderr
 
 
-IMPORTED_IN_A_THREAD = """
-    import threading, time
-    imported = []
-    def load():
-        import jaxmpi
-        imported.append(jaxmpi.notoken)
-    thread = threading.Thread(target=load)
-    thread.start()
-    thread.join()
-    for _ in range(50):  # the memory of that thread's state is used again
-        thread = threading.Thread(target=time.sleep, args=(0.001,))
-        thread.start()
-        thread.join()
-    import numpy as np
-    from mpi4py import MPI
-    if MPI.COMM_WORLD.rank == 0:
-        HOLDS
-    imported[0].allreduce(np.float32(1), MPI.SUM)
-"""
-
-HOLDS = {"without the GIL": "time.sleep(1000)", "with the GIL": "import ctypes; ctypes.PyDLL(None).sleep(1000)"}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("holds", HOLDS)
-def test_imported_in_a_thread_that_has_ended(holds, tmp_path):
-    """The line is that of the main thread, which is there; also if it keeps the GIL in a call that does not return."""
-    program = program_of(tmp_path, textwrap.dedent(IMPORTED_IN_A_THREAD).replace("HOLDS", HOLDS[holds]))
-    line = 1 + program.read_text().splitlines().index(f"    {HOLDS[holds]}")
-    limits = {"JAXMPI_TIMEOUT": "1", "JAXMPI_TIMEOUT_ACTION": "abort"}
-    done = launch(2, program, check=False, timeout=SECONDS, **limits)
-    assert done.returncode != 0
-    assert f"rank 0: is in no operation; Python is at {program}:{line} (<module>)" in done.stderr
-
-
-@pytest.mark.nightly
-def test_communicators_in_opposite_order(tmp_path):
-    """No collective differs, so there is nothing to compare; each rank says where it waits, and the table has both."""
-    does = """
-        named = MPI.COMM_WORLD.Dup()
-        named.Set_name("halo")
-        def total(x): return notoken.allreduce(x, MPI.SUM)  # rank 0
-        def halo(x): return notoken.allreduce(x, MPI.SUM, comm=named)  # rank 1
-        MPI.COMM_WORLD.Barrier()
-        jax.block_until_ready(jax.jit(lambda x: total(halo(x)) if rank else halo(total(x)))(x))
-    """
-    program = program_of(tmp_path, BEGIN, textwrap.dedent(does))
-    lines = program.read_text().splitlines()
-    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort", "JAXMPI_CHECK": "1"}
-    done = launch(2, program, check=False, timeout=SECONDS, **limits)
-    assert done.returncode != 0
-    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
-    for rank, (comm, function) in enumerate([("the default communicator", "total"), ("halo", "halo")]):
-        number = 1 + next(i for i, line in enumerate(lines) if line.endswith(f"# rank {rank}"))
-        waits = f"on {comm}; called at {program}:{number} ({function})"
-        assert f"rank {rank}: waits in allreduce of 3 float32, op SUM, {waits}" in table
-
-
 ELSEWHERE = {
     "late": ("time.sleep(1000)", "rank 1: is in no operation; Python is at {program}:{line} (<module>)"),
-    "in another operation": (
-        "notoken.recv(x, 0)",
-        "rank 1: waits in recv of 3 float32, source 0, any tag, on the default",
+    "in a call that keeps the interpreter": (
+        "import ctypes; ctypes.PyDLL(None).sleep(1000)",
+        "rank 1: is in no operation; Python is at {program}:{line} (<module>)",
+    ),
+    "in another operation, on a name of two lines": (
+        "own = MPI.COMM_SELF.Dup(); own.Set_name('two\\nlines'); notoken.recv(x, 0, comm=own)",
+        "rank 1: waits in recv of 3 float32, source 0, any tag, on two lines;",
     ),
 }
 """What rank 1 does while ranks 0 and 2 wait in a collective, and what the launcher's table says of it."""

@@ -33,10 +33,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(400)]
 
 @pytest.mark.nightly
 def test_after_finalize(script):
-    """Calls after the user's own MPI.Finalize() are errors, not aborts, whatever the way."""
-    done = launch(
-        2,
-        script("""
+    """Calls after the user's own MPI.Finalize() are errors, not aborts, whatever the way; and an exception is told."""
+    program = script("""
         f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
         f(jnp.ones(2)).block_until_ready()
         MPI.Finalize()
@@ -44,11 +42,13 @@ def test_after_finalize(script):
             try:
                 call(jnp.ones(2)).block_until_ready()
             except Exception as error:
-                print("MPI has been finalized" in str(error))
-    """),
-        plain=True,
-    )
+                print("MPI has been finalized" in str(error), flush=True)
+        if rank == 1: raise KeyError("this")
+    """)
+    done = launch(2, program, check=False)
     assert done.stdout.count("True") == 6
+    assert done.returncode != 0
+    assert "KeyError: 'this'" in done.stderr
 
 
 def test_nothing_is_lost_at_exit(script):
@@ -96,27 +96,6 @@ def test_partial_import(script, tmp_path):
     assert "not all ranks of COMM_WORLD have imported jaxmpi" in done.stderr
 
 
-@pytest.mark.nightly
-def test_import_that_fails_late(tmp_path):
-    """It is not tried again, and a program that does without the package ends well."""
-    program = tmp_path / "again.py"
-    program.write_text(
-        textwrap.dedent("""
-            import sys
-            sys.modules["jaxmpi._operations.table"] = None  # late in the import: ranks have agreed before
-            for _ in range(2):
-                try:
-                    import jaxmpi
-                except ImportError as error:
-                    print(f"{error};", flush=True)
-                sys.modules.pop("jaxmpi._operations.table", None)
-        """)
-    )
-    done = launch(2, program, timeout=60)
-    assert done.stdout.count("import of jaxmpi._operations.table halted") == 2
-    assert done.stdout.count("the import has failed before in this process, and is not tried again") == 2
-
-
 def test_what_is_imported_later(tmp_path):
     """Not every program uses it: on one rank alone, while a function is traced, by several threads at once."""
     program = tmp_path / "later.py"
@@ -155,56 +134,27 @@ def test_what_is_imported_later(tmp_path):
     assert launch(2, program, timeout=60).stdout.count("right;") == 2
 
 
-@pytest.mark.nightly
-def test_threads_of_xla(tmp_path):
-    """Two threads communicate in computations that XLA divides: right with two threads of its own. With one, each rank
-    may come to execute the computation of another thread, also without asynchronous dispatch (docs/running.md)."""
-    program = tmp_path / "threads.py"
+def test_import_that_fails_and_is_done_without(tmp_path):
+    """It is tried again, but not once other ranks take part in it, and the program ends well."""
+    program = tmp_path / "without.py"
     program.write_text(
         textwrap.dedent("""
-            import os
-            os.environ["PJRT_NPROC"] = "2"
-            import threading
-            import time
-            import jax, jax.numpy as jnp
-            from mpi4py import MPI
-            from jaxmpi import notoken
-            jax.config.update("jax_cpu_enable_async_dispatch", False)
-            rank, comms = MPI.COMM_WORLD.rank, [MPI.COMM_WORLD.Dup() for _ in range(2)]
-
-            def compiled(comm):
-                def f(x, *others):
-                    others = [jax.lax.fori_loop(0, 300, lambda _, y: jnp.sort(jnp.sin(y)), y) for y in others]
-                    step = lambda _, x: notoken.allreduce(x, MPI.SUM, comm=comm) / 2
-                    return jax.lax.fori_loop(0, 3, step, x), others
-                return jax.jit(f)
-
-            functions = [compiled(comm) for comm in comms]
-            given = jnp.arange(1000.0), *(jnp.arange(2000.0) + i for i in range(6))
-            results = [[function(*given)] for function in functions]
-
-            def work(i):
-                time.sleep(0.05 * ((i + rank) % 2))
-                for turn in range(6):
-                    results[i].append(jax.block_until_ready(functions[i](*given)))
-                    if turn % 5 == 0:
-                        comms[i].Barrier()
-
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-            [thread.start() for thread in threads]
-            [thread.join() for thread in threads]
-            assert all((result[0] == given[0]).all() for its in results for result in its)
-            print("right;", flush=True)
+            import os, sys
+            for late in (False, True, True):
+                if late:
+                    os.environ.pop("JAXMPI_TIMEOUT", None)
+                    sys.modules["jaxmpi._operations.table"] = None
+                try:
+                    import jaxmpi
+                except (ValueError, ImportError) as error:
+                    print(error)
         """)
     )
-    assert launch(2, program, timeout=100).stdout.count("right;") == 2
-
-
-def test_import_that_fails_and_is_done_without(tmp_path):
-    program = tmp_path / "without.py"
-    program.write_text("try:\n    import jaxmpi\nexcept ValueError as error:\n    print(error)\n")
     done = launch(0, program, timeout=60, JAXMPI_TIMEOUT="soon")
-    assert "JAXMPI_TIMEOUT=soon" in done.stdout
+    first, second, third = done.stdout.splitlines()
+    assert "JAXMPI_TIMEOUT=soon" in first
+    assert "import of jaxmpi._operations.table halted" in second
+    assert "the import has failed before in this process, and is not tried again" in third
     assert done.stderr == ""
 
 
@@ -227,48 +177,24 @@ def test_exception_on_one_rank(script):
 
 
 @pytest.mark.nightly
-def test_exception_of_a_pending_computation(script):
-    """An error of what is still running when the program ends counts as the program's."""
-    done = launch(
-        2,
-        script("""
-        def receive(x):
-            y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
-            return notoken.recv(x + y[0, 0], 0)
-        if rank == 0:
-            notoken.send(jnp.ones(10), 1)
-        else:
-            jax.jit(receive)(jnp.ones(3))
-    """),
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode != 0
-    assert "would be truncated" in done.stderr
-
-
-@pytest.mark.nightly
-def test_arguments_of_a_module_and_its_exit_code(tmp_path):
-    (tmp_path / "its_name.py").write_text(
-        "import sys\nfrom mpi4py import MPI\nimport jaxmpi\n"
-        "print(sys.argv[1:], __name__, flush=True)\nsys.exit(3 if MPI.COMM_WORLD.rank else 0)\n"
-    )
+@pytest.mark.parametrize("kind", ["-m", "-c"])
+def test_arguments_and_exit_code(kind, tmp_path):
+    """Of a module or a text, which is the first to import JAX and MPI, so that XLA reads the flags that it adds."""
+    program = """
+        import os, sys
+        assert "jax" not in sys.modules and "mpi4py" not in sys.modules
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=3"
+        from mpi4py import MPI
+        import jax, jaxmpi
+        print(sys.argv[1:], __name__, jax.device_count(), flush=True)
+        sys.exit(3 if MPI.COMM_WORLD.rank else 0)
+    """
+    (tmp_path / "its_name.py").write_text(textwrap.dedent(program))
     arguments = ["-n", "7", "--flag", "a b"]
-    done = launch(2, "-m", "its_name", *arguments, check=False, PYTHONPATH=str(tmp_path))
+    what = "its_name" if kind == "-m" else textwrap.dedent(program)
+    done = launch(2, kind, what, *arguments, check=False, PYTHONPATH=str(tmp_path))
     assert done.returncode == 3
-    assert done.stdout == f"{arguments} __main__\n" * 2
-
-
-@pytest.mark.nightly
-def test_first_to_import_jax(script):
-    """The program is, so that XLA reads the flags that it adds."""
-    flags = "os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=3'"
-    adds = script("")
-    adds.write_text(
-        "import os, sys\nassert 'jax' not in sys.modules and 'mpi4py' not in sys.modules\n"
-        f"os.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.device_count(), 'of 3')\n"
-    )
-    assert launch(2, adds).stdout.count("3 of 3") == 2
+    assert done.stdout == f"{arguments} __main__ 3\n" * 2
 
 
 def test_shares():
@@ -476,16 +402,6 @@ def test_little_shared_memory(monkeypatch, capsys):
     assert "has 8 MiB free, which may be too little for 3 ranks" in capsys.readouterr().err
 
 
-@pytest.mark.nightly
-def test_program_given_as_text():
-    code = "import sys; from mpi4py import MPI; import jaxmpi; jaxmpi.barrier(); print(sys.argv, __name__)"
-    done = launch(2, "-c", code, "a", "-b")
-    assert done.stdout == "['-c', 'a', '-b'] __main__\n" * 2
-    failed = launch(2, "-c", "import jaxmpi; 1 / 0", check=False)
-    assert failed.returncode == 1
-    assert "ZeroDivisionError" in failed.stderr
-
-
 @pytest.mark.parametrize("by", ["script", "-c"])
 def test_syntax_errors_are_told_once(by, script):
     """Before any rank is started."""
@@ -616,19 +532,6 @@ def test_standard_input(kind, tmp_path):
     assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
 
 
-@pytest.mark.nightly
-def test_suite_that_fails_on_one_rank(tmp_path):
-    """With -x pytest tells it, and the rank that waits for the other one ends."""
-    (tmp_path / "test_it.py").write_text(
-        "from mpi4py import MPI\nfrom jaxmpi import notoken\n\ndef test_sum():\n"
-        "    assert MPI.COMM_WORLD.rank != 1, 'this one'\n"
-        "    notoken.allreduce(1.0, MPI.SUM).block_until_ready()\n"
-    )
-    done = launch(2, "-m", "pytest", "-x", "-p", "no:cacheprovider", tmp_path / "test_it.py", check=False)
-    assert done.returncode != 0
-    assert "AssertionError: this one" in done.stdout
-
-
 def test_version():
     command = [sys.executable, "-m", "jaxmpi.run", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -651,81 +554,32 @@ def test_launcher_refusals(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("variable", ["JAXMPI_DEBUG", "MPI4JAX_DEBUG"])
 def test_debug_log(script, variable):
-    """One line as an operation starts and one as it ends, from C."""
-    program = script("""
-        @jax.jit
-        def f(x):
-            return notoken.send(x, 1) if rank == 0 else notoken.recv(x, 0, tag=0)
-        jax.block_until_ready(f(jnp.ones(3)))
-        jaxmpi.barrier()
-    """)
-    log = launch(2, program, **{variable: "1"}).stderr
-    token = r"token [0-9a-f]{12}"
-    assert re.search(rf"^r0 \| MPI_Send -> 1 with tag 0 and {token}$", log, re.M)
-    assert re.search(rf"^r1 \| MPI_Recv <- 0 with tag 0 and {token}$", log, re.M)
-    assert re.search(rf"^r0 \| MPI_Send done after \d\.\d\de[-+]\d\d s, {token}$", log, re.M)
-    assert len(re.findall(rf"^r[01] \| MPI_Barrier with {token}$", log, re.M)) == 2
-    assert "r0 |" not in launch(2, program, **{variable: "0"}).stderr
+    """One line as an operation starts and one as it ends, from C: tests/c/test_log.c."""
+    log = launch(2, script("jaxmpi.barrier()"), **{variable: "1"}).stderr
+    assert re.search(r"^r0 \| MPI_Barrier with token [0-9a-f]{12}$", log, re.M)
+    assert re.search(r"^r1 \| MPI_Barrier done after \d\.\d\de[-+]\d\d s, token [0-9a-f]{12}$", log, re.M)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("level", ["single", "funneled"])
-def test_thread_level(script, level):
-    program = script("")
-    program.write_text(f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nimport jaxmpi\n")
-    done = launch(0, program, check=False)
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("initialize = False", "MPI is not initialized"),
+        pytest.param("thread_level = 'funneled'", "below MPI_THREAD_SERIALIZED", marks=pytest.mark.nightly),
+    ],
+)
+def test_mpi_that_cannot_be_used(setting, said):
+    done = launch(0, "-c", f"import mpi4py\nmpi4py.rc.{setting}\nimport jaxmpi\n", check=False)
     assert done.returncode != 0
-    assert "below MPI_THREAD_SERIALIZED" in done.stderr
-
-
-def test_not_initialized(script):
-    program = script("")
-    program.write_text("import mpi4py\nmpi4py.rc.initialize = False\nimport jaxmpi\n")
-    done = launch(0, program, check=False)
-    assert "MPI is not initialized" in done.stderr
+    assert said in done.stderr
 
 
 def test_info():
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxmpi.info"], capture_output=True, text=True, timeout=100, check=False
-    )
+    command = [sys.executable, "-m", "jaxmpi.info"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("jaxmpi", "JAX", "MPI library", "ABI copy", "thread level", "devices", "problems"):
         assert re.search(rf"^{name} ", done.stdout, re.M), name
     assert "problems         none found" in done.stdout
-
-
-@pytest.mark.nightly
-def test_info_read_in_part():
-    """`python -m jaxmpi.info | head -n 1`"""
-    command = [sys.executable, "-m", "jaxmpi.info"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().startswith("jaxmpi ")
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(100) == 0
-
-
-@pytest.mark.nightly
-def test_info_sees_the_wrong_launcher():
-    """Ranks announced by a launcher whose MPI is not the one in use."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxmpi.info"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PMI_SIZE": "4"},
-    )
-    assert done.returncode == 1
-    assert "mpiexec has started 4 processes, but MPI sees each of them alone" in done.stdout
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_regression(ranks):
-    """The same fit on any number of ranks."""
-    assert "loss 0.00204, slope 1.50, shift -0.41" in launch(ranks, EXAMPLES / "regression.py", **AS_USERS_DO).stdout
 
 
 @rows("functions", launched.EACH_TIME, ids=jobs.name)
@@ -742,15 +596,13 @@ def test_launched_on_other_devices(functions):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
-    """One after the other in one job; what fails says its file."""
+    """One after the other in one job; what fails says its file. The fit is the same on any number of ranks."""
     program = tmp_path / "program.py"
-    paths = [str(EXAMPLES / f"{name}.py") for name in launched.SMALL_EXAMPLES]
+    paths = [str(EXAMPLES / f"{name}.py") for name in (*launched.SMALL_EXAMPLES, "regression")]
     program.write_text(f"import runpy\nfor path in {paths}:\n    runpy.run_path(path, run_name='__main__')\n")
-    out = launch(ranks, program, **AS_USERS_DO).stdout
-    if ranks == 4:
-        assert out.count("41.0") >= 4
+    assert "loss 0.00204, slope 1.50, shift -0.41" in launch(ranks, program, **AS_USERS_DO).stdout
 
 
 @pytest.mark.nightly
@@ -845,27 +697,8 @@ def test_programs_of_another_process(script, tmp_path):
             lines = [line for line in said.splitlines() if f"{name} of" in line]
             assert f"rank {rank}: {name} of rank {rank}: {result};" in lines
             assert f"rank {rank}: {name} of rank {1 - rank}: ['refused', 'comm is'];" in lines
-
-
-@pytest.mark.nightly
-def test_programs_of_another_size(script, tmp_path):
-    """The default communicator of two ranks is not that of one."""
-    program = script("""
-        import pathlib, pickle, sys
-        from jax.experimental.serialize_executable import deserialize_and_load, serialize
-        file, x = pathlib.Path(sys.argv[1]), jnp.ones(3)
-        if size == 2:
-            compiled = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM)).lower(x).compile()
-            if rank == 0:
-                file.write_bytes(pickle.dumps(serialize(compiled)))
-        else:
-            try:
-                print(deserialize_and_load(*pickle.loads(file.read_bytes()))(x))
-            except Exception as error:
-                print(error)
-    """)
-    launch(2, program, tmp_path / "program", **UNCACHED)
-    assert "allreduce: its comm is not known here" in launch(1, program, tmp_path / "program").stdout
+    said = launch(1, program, tmp_path, "load", **UNCACHED).stdout
+    assert "rank 0: default of rank 0: ['refused', 'comm is'];" in said  # that of two ranks is not that of one
 
 
 @pytest.mark.nightly

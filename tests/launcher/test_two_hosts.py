@@ -16,7 +16,10 @@ from programs import errors_page
 from support.launch import begin, launch, outside_of_a_job
 from support.two_hosts import NAMES, two_hosts
 
+OPENMPI = run.flavour(run.find_mpiexec() or "") == "openmpi"
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
+
+survives = pytest.mark.skipif(not OPENMPI, reason="jobs of Open MPI alone go on without a rank")
 
 IMPORTS = """
 import os, socket, sys, time
@@ -48,7 +51,7 @@ def job(hosts, tmp_path):
 
     def run_program(rest, *more, begin=BEGIN, start=launch, options=True, ranks=4, **environment):
         """Without `options` variables name the hosts, as those of a scheduler do."""
-        if run.flavour(run.find_mpiexec()) == "openmpi":
+        if OPENMPI:
             hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
             told = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
             variables = {"PRTE_MCA_prte_default_hostfile": hosts.file, "PRTE_MCA_plm_ssh_agent": hosts.agent}
@@ -86,32 +89,6 @@ def test_variables_and_folder(job, tmp_path, monkeypatch):
         assert f"{rank} {tmp_path} 17 1 --xla_cpu_enable_fast_math=false 3 1\n" in done.stdout
 
 
-def test_rows_by_global_index(job):
-    """A map whose rows and ghosts are scattered over both hosts, with its derivative, and rows that move."""
-    done = job(
-        """
-        import jax, jaxmpi, numpy as np
-        owner = np.random.default_rng(0).integers(0, 4, 1000)
-        owned, ghosts = np.flatnonzero(owner == rank), np.random.default_rng(rank).integers(0, 1000, 500)
-        rows = jaxmpi.IndexMap(owned, ghosts)
-        whole = np.random.default_rng(1).integers(0, 9, (1000, 3)).astype(np.float32)
-        index = rows.to_global(np.arange(sum(rows.sizes)))
-        u = rows.pad(whole[owned])
-        assert (jaxmpi.jit(rows.exchange)(u) == whole[index]).all()
-        readers = sum(np.isin(np.arange(1000), np.random.default_rng(r).integers(0, 1000, 500)) & (owner != r)
-                      for r in range(4))
-        gradient = jax.grad(lambda u: rows.exchange(u).sum())(u)
-        assert (gradient[: len(owned)] == 1 + readers[owned, None]).all()
-        (moved, at), n, _ = jaxmpi.migrate((whole[owned], owned), owned % 4, rows=1000)
-        assert sorted(at[:n].tolist()) == list(range(rank, 1000, 4))
-        assert (moved[:n] == whole[at[:n]]).all()
-        print("rank", rank, "is right", flush=True)
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("is right") == 4
-
-
 @pytest.mark.parametrize("collectives", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_sharded_program(job, collectives):
     """JAX's coordinator is found from the other host, whose names none can resolve."""
@@ -142,12 +119,13 @@ def test_exception_ends_the_job_on_both(job, fails):
     assert "not reached" not in done.stdout
 
 
-@pytest.mark.parametrize("dies", [3, pytest.param(0, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise KeyError('this')"])
+@survives
+@pytest.mark.parametrize(
+    ("dies", "how"),
+    [(3, "os.kill(os.getpid(), 9)"), pytest.param(0, "raise KeyError('this')", marks=pytest.mark.nightly)],
+)
 def test_others_survive(job, dies, how):
     """A rank of either host dies, and those of both recover. Each death is told once."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
     done = job(
         f"""
         import jaxmpi
@@ -167,10 +145,9 @@ def test_others_survive(job, dies, how):
     assert done.returncode == 77
 
 
+@survives
 def test_spare_of_the_other_host(job):
     """It gets the number of a rank of the first host, and tells it itself."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
     done = job(
         """
         import jaxmpi
@@ -194,11 +171,10 @@ def test_spare_of_the_other_host(job):
     assert done.returncode == 77
 
 
+@survives
 @pytest.mark.nightly
 def test_all_survivors_are_on_the_other_host(job):
     """They tell of the deaths themselves. The launcher knows of no rank that has ended, so its status is an error."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
     done = job(
         """
         import jaxmpi
@@ -244,13 +220,12 @@ def test_what_waits_is_reported(job, late, options):
 def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
     """As of a cluster with one disk: the ranks of the second host leave it alone, and the table says where they are. So
     it is where the launcher cannot know of that host, for a file of the MPI library's names it."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
+    if not OPENMPI:
         pytest.skip("UCX, by which MPICH communicates, finds no way between hosts that seem to have two kernels")
     shared = hosts.folder / "shared"
     shared.mkdir(exist_ok=True)
-    (tmp_path / "boot_id").write_text(
-        "01234567-89ab-cdef-0123-456789abcdef\n"
-    )  # the hosts have one, by which machines are told apart
+    # The hosts have one, by which machines are told apart.
+    (tmp_path / "boot_id").write_text("01234567-89ab-cdef-0123-456789abcdef\n")
     known = "/proc/sys/kernel/random/boot_id"
     options = named == "by options"
     (tmp_path / ".prte").mkdir()
@@ -277,20 +252,15 @@ def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
 
 
 def begin_job(ranks, *words, through, timeout, check, **environment):
-    """Starts a job that says it is ready, in a session of its own; its process and its environment."""
-    environment = {
-        **outside_of_a_job(),
-        "JAX_PLATFORMS": "cpu",
-        "JAXMPI_TEST_JOB": f"{time.monotonic_ns()}",
-        **environment,
-    }
+    """Starts a job that says it is ready, in a session of its own."""
+    environment = {**outside_of_a_job(), "JAX_PLATFORMS": "cpu", **environment}
     command = [*through, sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = begin(command, timeout, env=environment, start_new_session=True, **pipes)
     seen = 0
     while seen < ranks and (line := process.stdout.readline()):
         seen += line.startswith("ready")
-    return process, environment["JAXMPI_TEST_JOB"]
+    return process
 
 
 def until(condition, seconds):
@@ -308,7 +278,7 @@ while True: pass
 
 def test_launcher_is_killed(job, hosts):
     """No rank lives some seconds later, on either host, and no process of ours or of mpiexec's."""
-    process, _ = job(BUSY, start=begin_job)
+    process = job(BUSY, start=begin_job)
     assert len(list(hosts.running(NAMES[1]))) >= 4
     process.kill()
     try:
@@ -320,39 +290,26 @@ def test_launcher_is_killed(job, hosts):
         process.communicate(timeout=20)
 
 
-def test_machine_is_lost(job, hosts):
-    """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so."""
-    process, _ = job(BUSY, start=begin_job)
+@pytest.mark.parametrize("options", [(), pytest.param(("--survive",), marks=survives)])
+def test_machine_is_lost(options, job, hosts):
+    """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so. Open MPI
+    ends a job that loses a machine, also one that goes on without a rank."""
+    process = job(BUSY, *options, start=begin_job)
     since = time.monotonic()
     for lost in list(hosts.running(NAMES[1])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(lost, signal.SIGKILL)
     try:
         _, errors = process.communicate(timeout=60)
-        assert process.returncode != 0
-        shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
-        errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
-        if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
-            told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and never"
-            assert re.search(told, errors, re.MULTILINE), errors
-        assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_machine_is_lost_to_survivors(job, hosts):
-    """Open MPI ends a job that loses a machine, also one that goes on without a rank. It is told, nothing is left."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
-    process, _ = job(BUSY, "--survive", start=begin_job)
-    for lost in list(hosts.running(NAMES[1])):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(lost, signal.SIGKILL)
-    try:
-        _, errors = process.communicate(timeout=60)
         assert process.returncode not in (0, 77)
-        assert "all ranks of this machine are lost. The status is 1" in errors
+        if options:
+            assert "all ranks of this machine are lost. The status is 1" in errors
+        else:
+            shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
+            errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
+            if OPENMPI:  # MPICH's mpiexec says it by its own status
+                told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and never"
+                assert re.search(told, errors, re.MULTILINE), errors
         assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
     finally:
         process.kill()
