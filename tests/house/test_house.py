@@ -214,20 +214,6 @@ def test_docstrings_can_be_read_alone():
     assert not wrong
 
 
-def test_fragments_are_found():
-    for text in (
-        "Of this process.",
-        "Its line.",
-        "The same for a scan.",
-        "Which rank sends.",
-        "In bytes.",
-        "A rank that is none.",
-    ):
-        assert FRAGMENTS.match(text), text
-    for text in ("The rank of this process.", "Often called.", "Nothing; None if there are none"):
-        assert not FRAGMENTS.match(text), text
-
-
 GLOSSARY = ROOT / "docs" / "glossary.md"
 MOST_TERMS = 45
 
@@ -242,16 +228,13 @@ def test_glossary():
     names = re.findall(r"^\*\*(.+?)\*\*: ", GLOSSARY.read_text(), re.MULTILINE)
     assert len(names) == len(set(names)) == len(_terms())
     assert 20 < len(names) <= MOST_TERMS
+    assert "docs/glossary.md" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert "glossary.md" in (ROOT / "docs" / "index.md").read_text()
     folders = (ROOT / "python" / "jaxmpi", ROOT / "csrc")
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".c", ".h", ".def"}]
     sources = " ".join(re.sub(r"[\s*#]+", " ", path.read_text()) for path in files)
     missing = [name for name in names if not re.search(rf"\b{re.escape(name)}", sources, re.IGNORECASE)]
     assert not missing
-
-
-def test_glossary_is_found():
-    assert "docs/glossary.md" in (ROOT / "CONTRIBUTING.md").read_text()
-    assert "glossary.md" in (ROOT / "docs" / "index.md").read_text()
 
 
 def test_one_version():

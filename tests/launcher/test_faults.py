@@ -293,50 +293,6 @@ def test_operations_in_a_child_of_fork(tmp_path):
     errors_page.goes_on("a child of `fork` communicates")
 
 
-def beginning(process, *lines):
-    """What a process writes to stderr until it has written lines with these texts in them, one after the other."""
-    seen = ""
-    for text in lines:
-        while (line := process.stderr.readline()) and text not in line:
-            seen += line
-        assert text in line, seen
-        seen += line
-    return seen
-
-
-def begun(program, *arguments, ranks, **environment):
-    """The launcher with a program, within a block."""
-    command = [sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), program, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    clean = outside_of_a_job() | {"JAX_PLATFORMS": "cpu", **environment}
-    return started(command, SECONDS, env=clean, **pipes)
-
-
-def test_links_in_the_folder(tmp_path):
-    """In the place of all files that the launcher and a rank write: the ranks answer, and what they lead to stays."""
-    (tmp_path / "mine").write_text("mine")
-    does = """
-        if rank == 1:
-            for name in ("ask", *(f"{rank}.{kind}" for rank in (0, 1) for kind in ("report", "state"))):
-                for end in ("", ".draft"):
-                    os.symlink(sys.argv[1], f"{folder}/{name}{end}")
-            while not os.path.exists(sys.argv[2]): time.sleep(0.05)
-            notoken.send(x, 0)
-        else:
-            print("got", float(notoken.recv(x, 1)[0]))
-        MPI.COMM_WORLD.Barrier()
-    """
-    begin = 'import os\nfolder = os.environ["JAXMPI_JOB_FOLDER"]\n'
-    program = program_of(tmp_path, begin, BEGIN, textwrap.dedent(does))
-    with begun(program, tmp_path / "mine", tmp_path / "told", ranks=2, JAXMPI_TIMEOUT="1") as process:
-        beginning(process, "  rank 0: waits in recv of 3 float32", "  rank 1: is in no operation")
-        (tmp_path / "told").touch()
-        assert "got 1.0" in process.communicate()[0]
-    assert process.returncode == 0
-    assert (tmp_path / "mine").read_text() == "mine"
-    errors_page.goes_on("files in the folder of the job are symbolic links")
-
-
 WAITING = {
     "eager": ("add(x)", ""),
     "eager message": (
@@ -423,11 +379,16 @@ def test_rank_that_has_ended_is_told(tmp_path):
     """Before those that wait are late."""
     program = program_of(tmp_path, BEGIN, "if rank == 1: sys.exit()", WAIT)
     waits = "ranks 0, 2: wait in allreduce of 3 float32, op SUM, on the default communicator; called at"
-    with begun(program, ranks=3, JAXMPI_TIMEOUT="1000") as process:
-        seen = beginning(process, "jaxmpi.run: what the ranks do:", waits, "rank 1: has ended")
+    command = [sys.executable, "-m", "jaxmpi.run", "-n", "3", program]
+    environment = outside_of_a_job() | {"JAX_PLATFORMS": "cpu", "JAXMPI_TIMEOUT": "1000"}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with started(command, SECONDS, env=environment, text=True, **pipes) as process:
+        for text in ("jaxmpi.run: what the ranks do:", waits, "rank 1: has ended"):
+            while (line := process.stderr.readline()) and text not in line:
+                assert "has been waiting" not in line
+            assert text in line
         process.terminate()
         process.communicate()
-    assert "has been waiting" not in seen
 
 
 STAYS = """

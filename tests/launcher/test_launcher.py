@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import resource
 import shutil
 import signal
@@ -21,7 +22,7 @@ from jaxmpi._launcher import guard, monitor
 from programs import errors_page
 from support import limits
 from support.launch import end_what_is_left, launch, outside_of_a_job, started
-from support.rows import one_each_time
+from support.rows import each, one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
@@ -78,40 +79,46 @@ def fake(tmp_path, text, ranks=2, program="pass"):
     return finished(words(tmp_path, text, ranks, program), capture_output=True)
 
 
-def test_no_test_waits_for_ever():
-    """Who reads what a process writes, or waits for it, does so until its limit."""
-    with started(["sleep", "1000"], 1, stdout=subprocess.PIPE) as process:
-        assert process.stdout.read() == b""
-        assert process.wait() == -signal.SIGKILL
-
-
 # --- the status ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [0, 213])
-def test_status_of_mpiexec(code, tmp_path):
-    done = fake(tmp_path, f"{BOTH}\nsys.exit({code})")
-    assert (done.returncode, done.stderr) == (code, b"")
+ENDED = "jaxmpi.run: rank {} ended the job with code {}: "
+STATUS = {
+    "mpiexec succeeds": (BOTH, "pass", 0, ""),
+    "mpiexec fails": (f"{BOTH}\nsys.exit(213)", "pass", 213, ""),
+    "mpiexec is that of another MPI": (BOTH, "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 1", 0, ""),
+    "exit at once": (BOTH, "os._exit(0)", 0, ""),
+    "another program": (BOTH, "os.execvp('true', ['true'])", 0, ""),
+    "another user": (BOTH, "os.setuid(os.geteuid() or 65534)", 0, ""),
+    "a rank fails": (BOTH, "sys.exit(5 if rank == '1' else 0)", 5, ENDED.format(1, 5) + r"sys\.exit\(5\)\n"),
+    "a rank is lost": (
+        BOTH,
+        "rank == '1' and os.kill(os.getpid(), 9)",
+        1,
+        "jaxmpi.run: mpiexec ended with status 0, but rank 1 began and never told of an end.*\n",
+    ),
+    # The first line of a reason says what it is.
+    "a text": ("rank(0).wait(); sys.exit(1)", "sys.exit('1\\n2')", 1, f"(.*\n)*({ENDED.format(0, 1)})?1\n"),
+    "an exception": (
+        "rank(0).wait(); sys.exit(1)",
+        "raise KeyError('1\\n2')",
+        1,
+        rf"(.*\n)*({ENDED.format(0, 1)})?KeyError: '1\\n2'\n",
+    ),
+}
+"""What mpiexec does, what a rank does, the status, and what is told."""
 
 
-def test_ranks_of_which_each_is_alone(tmp_path):
-    """The MPI library is not that of mpiexec. None is lost."""
-    done = fake(tmp_path, BOTH, 2, "from mpi4py import MPI; print(MPI.COMM_WORLD.rank)")
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n0\n", b"")
+def test_status(tmp_path):
+    """Where mpiexec says nothing of ranks, the launcher does."""
 
+    def check(case):
+        text, program, status, told = STATUS[case]
+        done = fake(tmp_path, text, 2, f"import os, sys; rank = os.environ['PMI_RANK']; {program}")
+        assert done.returncode == status
+        assert re.fullmatch(told, done.stderr.decode()), done.stderr
 
-@pytest.mark.parametrize(
-    ("end", "reason"),
-    [
-        ("sys.exit('one\\ntwo')", "one"),
-        ("raise KeyError('one\\ntwo')", r"KeyError: 'one\ntwo'"),
-    ],
-)
-def test_reason_of_several_lines(end, reason, tmp_path):
-    """The first says what it is."""
-    done = fake(tmp_path, "rank(0).wait(); sys.exit(1)", 1, f"import sys; {end}")
-    last = done.stderr.decode().splitlines()[-1]
-    assert last in (reason, f"jaxmpi.run: rank 0 ended the job with code 1: {reason}"), done.stderr
+    each(STATUS, check)
 
 
 def test_no_thread_can_be_started(tmp_path, monkeypatch):
@@ -125,15 +132,6 @@ def test_no_thread_can_be_started(tmp_path, monkeypatch):
     done = fake(tmp_path, "time.sleep(100)")
     assert done.returncode == 126
     assert done.stderr.startswith(b"jaxmpi.run: no thread can be started, and so no job: can't start new thread")
-    assert done.stderr.count(b"\n") == 1
-
-
-def test_ranks_that_are_lost(tmp_path):
-    """With a machine, of which mpiexec says nothing."""
-    program = "import os\nif os.environ['PMI_RANK'] in '13': os.kill(os.getpid(), 9)"
-    done = fake(tmp_path, "for r in range(4): rank(r).wait()", 4, program)
-    assert done.returncode == 1
-    assert done.stderr.startswith(b"jaxmpi.run: mpiexec ended with status 0, but ranks 1, 3 began and never told of an")
     assert done.stderr.count(b"\n") == 1
 
 
@@ -157,22 +155,6 @@ def test_ranks_that_a_signal_ends_though_mpiexec_says_nothing(tmp_path):
     )
     assert done.returncode == 128 + signal.SIGTERM
     assert done.stderr == b"jaxmpi.run: ended by SIGTERM\n"
-
-
-@pytest.mark.parametrize(
-    "end",
-    ["import os; os._exit(0)", "import os; os.execvp('true', ['true'])", "import os; os.setuid(os.geteuid() or 65534)"],
-)
-def test_ranks_that_end_without_mpi(end, tmp_path):
-    done = fake(tmp_path, BOTH, 2, f"import os; {end}")
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_rank_that_fails_though_mpiexec_says_nothing(tmp_path):
-    program = "import os, sys; sys.exit(int(os.environ['PMI_RANK']) * 5)"
-    done = fake(tmp_path, BOTH, 2, program)
-    assert done.returncode == 5
-    assert done.stderr == b"jaxmpi.run: rank 1 ended the job with code 5: sys.exit(5)\n"
 
 
 @pytest.mark.parametrize("number", one_each_time([signal.SIGKILL, signal.SIGSEGV], signal.SIGKILL))
@@ -446,13 +428,6 @@ def test_launcher_is_killed(within, group, tmp_path, job):
         assert until(lambda: not processes(job)), processes(job)
     if not group:  # else the process that removes it is killed as well
         assert until(lambda: not list(folder.glob("jaxmpi-*")))
-
-
-def test_limit_of_subprocess_run(tmp_path, job):
-    program = written(tmp_path, "from mpi4py import MPI\nimport time\ntime.sleep(1000)")
-    with pytest.raises(subprocess.TimeoutExpired):  # no rank holds what is read
-        subprocess.run([*COMMAND, "-n", "2", program], env=job, capture_output=True, timeout=3, check=False)
-    assert until(lambda: not processes(job))
 
 
 @pytest.mark.nightly

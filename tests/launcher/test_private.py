@@ -156,3 +156,4 @@ def test_links_in_a_folder_of_ours(shared):
     assert victim.read_text() == "ours"
     private.remove(folder.path)
     assert not os.path.exists(folder.path)
+    errors_page.goes_on("files in the folder of the job are symbolic links")  # those of a rank: tests/c/test_job.c

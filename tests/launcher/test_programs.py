@@ -75,82 +75,73 @@ def test_nothing_is_lost_at_exit(script):
 
 
 @pytest.mark.nightly
-def test_partial_import(script, tmp_path):
+def test_partial_import():
     """Only half of the ranks import the package: the import goes on, and a communicator of theirs works."""
-    program = tmp_path / "half.py"
-    program.write_text(
-        textwrap.dedent("""
-            from mpi4py import MPI
-            world = MPI.COMM_WORLD
-            half = world.Split(world.rank % 2)
-            if world.rank % 2:
-                import jax.numpy as jnp
-                import jaxmpi._mpi.communicators
-                from jaxmpi import notoken
-                print(f"sum {notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half)};", flush=True)
-            world.Barrier()
-        """)
-    )
-    done = launch(4, program)
+    program = """
+        from mpi4py import MPI
+        world = MPI.COMM_WORLD
+        half = world.Split(world.rank % 2)
+        if world.rank % 2:
+            import jax.numpy as jnp
+            import jaxmpi._mpi.communicators
+            from jaxmpi import notoken
+            print(f"sum {notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half)};", flush=True)
+        world.Barrier()
+    """
+    done = launch(4, "-c", textwrap.dedent(program))
     assert done.stdout.count("sum [2. 2.];") == 2
     assert "not all ranks of COMM_WORLD have imported jaxmpi" in done.stderr
 
 
-def test_what_is_imported_later(tmp_path):
+def test_what_is_imported_later():
     """Not every program uses it: on one rank alone, while a function is traced, by several threads at once."""
-    program = tmp_path / "later.py"
-    program.write_text(
-        textwrap.dedent("""
-            import pathlib, sys, threading, types
-            import jax, jax.numpy as jnp
-            from mpi4py import MPI
-            before = set(sys.modules)
-            import jaxmpi
-            more = [m for m in set(sys.modules) - before if m.partition(".")[0] != "jaxmpi"]
-            assert len(more) < 10, f"an import opens many files besides those of the package: {more}"
-            files = [p for p in pathlib.Path(jaxmpi.__file__).parent.iterdir() if p.suffix in ("", ".py")]
-            public = {p.stem for p in files if not p.name.startswith(("_", "."))}
-            parts = ("_files", "_grid", "_unstructured", "_replica", *(public - {"notoken"}))
-            assert not [m for m in sys.modules if m.startswith(tuple(f"jaxmpi.{part}" for part in parts))]
-            assert set(jaxmpi.__all__) <= set(dir(jaxmpi))
-            rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-            if rank == 1:
-                jaxmpi.fft, jaxmpi.io.save
-            with jax.checking_leaks():
-                exchange = jax.jit(lambda x: jaxmpi.Grid((size,), (8,)).exchange(x, boundary="edge"))
-                assert (exchange(jnp.ones(8 // size + 2)) == 1).all()
-            got = []
-            threads = [threading.Thread(target=lambda: got.append(jaxmpi.IndexMap)) for _ in range(8)]
-            [thread.start() for thread in threads]
-            [thread.join() for thread in threads]
-            assert got == 8 * [jaxmpi.IndexMap]
-            from jaxmpi import *
-            assert all(type(getattr(jaxmpi, name)) is types.ModuleType for name in public), public
-            assert public <= set(dir(jaxmpi)) and len(public) > 8
-            assert io is jaxmpi.io and Replica is jaxmpi.Replica and not hasattr(jaxmpi, "griddd")
-            print("right;", flush=True)
-        """)
-    )
-    assert launch(2, program, timeout=60).stdout.count("right;") == 2
+    program = """
+        import pathlib, sys, threading, types
+        import jax, jax.numpy as jnp
+        from mpi4py import MPI
+        before = set(sys.modules)
+        import jaxmpi
+        more = [m for m in set(sys.modules) - before if m.partition(".")[0] != "jaxmpi"]
+        assert len(more) < 10, f"an import opens many files besides those of the package: {more}"
+        files = [p for p in pathlib.Path(jaxmpi.__file__).parent.iterdir() if p.suffix in ("", ".py")]
+        public = {p.stem for p in files if not p.name.startswith(("_", "."))}
+        parts = ("_files", "_grid", "_unstructured", "_replica", *(public - {"notoken"}))
+        assert not [m for m in sys.modules if m.startswith(tuple(f"jaxmpi.{part}" for part in parts))]
+        assert set(jaxmpi.__all__) <= set(dir(jaxmpi))
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        if rank == 1:
+            jaxmpi.fft, jaxmpi.io.save
+        with jax.checking_leaks():
+            exchange = jax.jit(lambda x: jaxmpi.Grid((size,), (8,)).exchange(x, boundary="edge"))
+            assert (exchange(jnp.ones(8 // size + 2)) == 1).all()
+        got = []
+        threads = [threading.Thread(target=lambda: got.append(jaxmpi.IndexMap)) for _ in range(8)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert got == 8 * [jaxmpi.IndexMap]
+        from jaxmpi import *
+        assert all(type(getattr(jaxmpi, name)) is types.ModuleType for name in public), public
+        assert public <= set(dir(jaxmpi)) and len(public) > 8
+        assert io is jaxmpi.io and Replica is jaxmpi.Replica and not hasattr(jaxmpi, "griddd")
+        print("right;", flush=True)
+    """
+    assert launch(2, "-c", textwrap.dedent(program), timeout=60).stdout.count("right;") == 2
 
 
-def test_import_that_fails_and_is_done_without(tmp_path):
+def test_import_that_fails_and_is_done_without():
     """It is tried again, but not once other ranks take part in it, and the program ends well."""
-    program = tmp_path / "without.py"
-    program.write_text(
-        textwrap.dedent("""
-            import os, sys
-            for late in (False, True, True):
-                if late:
-                    os.environ.pop("JAXMPI_TIMEOUT", None)
-                    sys.modules["jaxmpi._operations.table"] = None
-                try:
-                    import jaxmpi
-                except (ValueError, ImportError) as error:
-                    print(error)
-        """)
-    )
-    done = launch(0, program, timeout=60, JAXMPI_TIMEOUT="soon")
+    program = """
+        import os, sys
+        for late in (False, True, True):
+            if late:
+                os.environ.pop("JAXMPI_TIMEOUT", None)
+                sys.modules["jaxmpi._operations.table"] = None
+            try:
+                import jaxmpi
+            except (ValueError, ImportError) as error:
+                print(error)
+    """
+    done = launch(0, "-c", textwrap.dedent(program), timeout=60, JAXMPI_TIMEOUT="soon")
     first, second, third = done.stdout.splitlines()
     assert "JAXMPI_TIMEOUT=soon" in first
     assert "import of jaxmpi._operations.table halted" in second
@@ -508,28 +499,27 @@ def test_package_that_is_missing(monkeypatch):
 
 
 READS = "from mpi4py import MPI; import jaxmpi, sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
+LOOP = "printf '1\\n2\\n' | while read line; do LAUNCHER 'import jaxmpi'; echo $line; done"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["pipe", "file", "rest of a file", "empty", "closed", "loop"])
-def test_standard_input(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        (f"(read line; LAUNCHER '{READS}') < FILE", ["0 150000", "1 0"]),
+        (f"LAUNCHER '{READS}' < /dev/null", ["0 0", "1 0"]),
+        (f"LAUNCHER '{READS}' <&-", ["0 0", "1 0"]),
+        (LOOP, ["1", "2"]),
+    ],
+    ids=["rest of a file", "empty", "closed", "loop"],
+)
+def test_standard_input(command, lines, tmp_path):
     """All of it goes to rank 0; every rank sees its end; a program that reads none takes none."""
-    many = 150_000
-    file = tmp_path / "input"
-    file.write_text("begin\n" + "x" * many)
-    launcher = f"{sys.executable} -m jaxmpi.run -n 2 -c "
-    command, expected = {
-        "pipe": (f"cat {file} | {launcher} '{READS}'", many + 6),
-        "file": (f"{launcher} '{READS}' < {file}", many + 6),
-        "rest of a file": (f"(read line; {launcher} '{READS}') < {file}", many),
-        "empty": (f"{launcher} '{READS}' < /dev/null", 0),
-        "closed": (f"{launcher} '{READS}' <&-", 0),
-        "loop": (f"printf '1\\n2\\n' | while read line; do {launcher} 'import jaxmpi'; echo $line; done", None),
-    }[kind]
-    shell = ["bash", "-c", command]
+    (tmp_path / "input").write_text("begin\n" + "x" * 150_000)
+    command = command.replace("LAUNCHER", f"{sys.executable} -m jaxmpi.run -n 2 -c")
+    shell = ["bash", "-c", command.replace("FILE", str(tmp_path / "input"))]
     done = subprocess.run(shell, env=outside_of_a_job(), capture_output=True, text=True, timeout=100, check=False)
-    lines = ["1", "2"] if expected is None else [f"0 {expected}", "1 0"]
-    assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
+    assert sorted(done.stdout.splitlines()) == lines, done.stderr
 
 
 def test_version():

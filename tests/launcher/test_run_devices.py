@@ -37,7 +37,6 @@ def cuda(device, fraction=None):
         ({"SLURM_LOCALID": "1"}, (1, None)),
         ({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4"}, (1, 4)),
         ({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4(x2)"}, (1, 4)),
-        ({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4,3"}, (1, None)),
         ({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, (1, 4)),
         ({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, (1, 3)),
         ({"SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "3"}, (1, None)),

@@ -14,6 +14,7 @@ import pytest
 from jaxmpi import run
 from programs import errors_page
 from support.launch import begin, launch, outside_of_a_job
+from support.rows import one_each_time
 from support.two_hosts import NAMES, two_hosts
 
 OPENMPI = run.flavour(run.find_mpiexec() or "") == "openmpi"
@@ -119,30 +120,39 @@ def test_exception_ends_the_job_on_both(job, fails):
     assert "not reached" not in done.stdout
 
 
+DEATHS = {
+    "of one there": ("rank == 3", "os.kill(os.getpid(), 9)", "jaxmpi.run: rank 3 has died, and the job goes on\n", 77),
+    "of one here": ("rank == 0", "raise KeyError('this')", "jaxmpi.run: rank 0 is lost, and the job goes on", 77),
+    # The launcher knows of no rank that has ended, so its status is an error.
+    "of all here": ("rank < 2", "os.kill(os.getpid(), 9)", "jaxmpi: ranks 0, 1 have died, and the job goes on\n", 1),
+}
+"""Who dies, how, what is told, and the status."""
+
+
 @survives
-@pytest.mark.parametrize(
-    ("dies", "how"),
-    [(3, "os.kill(os.getpid(), 9)"), pytest.param(0, "raise KeyError('this')", marks=pytest.mark.nightly)],
-)
-def test_others_survive(job, dies, how):
-    """A rank of either host dies, and those of both recover. Each death is told once."""
+@pytest.mark.parametrize("deaths", one_each_time(DEATHS, "of one there"))
+def test_others_survive(deaths, job):
+    """Ranks of either host die, and those of both recover. Each death is told once, by the launcher or by them."""
+    who, how, told, status = DEATHS[deaths]
+    left = 2 if "all" in deaths else 3
     done = job(
         f"""
         import jaxmpi
-        try:
-            with jaxmpi.survive():
-                for i in range(1000):
-                    if i == 10 and rank == {dies}: {how}
-                    y = notoken.allreduce(x, MPI.SUM)
-        except jaxmpi.ProcessFailed:
-            jaxmpi.recover()
-        print("rank", rank, "then", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
+        if {who}: {how}
+        total = None
+        while total != {left}:
+            try:
+                total = float(notoken.allreduce(x, MPI.SUM)[-1])
+            except jaxmpi.ProcessFailed:
+                jaxmpi.recover()
+        print("rank", rank, "then", total, flush=True)
         """,
         "--survive",
     )
-    assert done.stdout.count("then 3.0") == 3, done.stdout + done.stderr
-    assert len(re.findall(rf"jaxmpi\.run: rank {dies} (?:has died|is lost), and the job goes on", done.stderr)) == 1
-    assert done.returncode == 77
+    assert done.stdout.count(f"then {left}.0") == left, done.stdout + done.stderr
+    assert done.stderr.count(told) == 1, done.stderr
+    assert status == 77 or "all ranks of this machine are lost. The status is 1" in done.stderr
+    assert done.returncode == status
 
 
 @survives
@@ -169,30 +179,6 @@ def test_spare_of_the_other_host(job):
         assert line in done.stdout, done.stdout + done.stderr
     assert done.stderr.count("rank 3, which was spare, is rank 0 of the default communicator") == 1
     assert done.returncode == 77
-
-
-@survives
-@pytest.mark.nightly
-def test_all_survivors_are_on_the_other_host(job):
-    """They tell of the deaths themselves. The launcher knows of no rank that has ended, so its status is an error."""
-    done = job(
-        """
-        import jaxmpi
-        if rank < 2: os.kill(os.getpid(), 9)
-        total = None
-        while total != 2:
-            try:
-                total = float(notoken.allreduce(x, MPI.SUM)[-1])
-            except jaxmpi.ProcessFailed:
-                jaxmpi.recover()
-        print("rank", rank, "then", total, flush=True)
-        """,
-        "--survive",
-    )
-    assert done.stdout.count("then 2.0") == 2, done.stdout + done.stderr
-    assert "jaxmpi: ranks 0, 1 have died, and the job goes on\n" in done.stderr
-    assert "all ranks of this machine are lost. The status is 1" in done.stderr
-    assert done.returncode == 1
 
 
 @pytest.mark.parametrize(
