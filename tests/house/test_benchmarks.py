@@ -5,7 +5,6 @@ import json
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from support.launch import launch
@@ -97,27 +96,3 @@ def test_tables_and_plots(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     report.plot(calls, tmp_path)
     assert (tmp_path / "calls-loop.png").stat().st_size > 0
-
-
-@pytest.mark.alone
-def test_what_is_simulated_is_what_the_formulas_say(monkeypatch):
-    """The model of many ranks: alike where nothing disturbs a rank, later where something does, and then in proportion
-    to the operating system's share."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    model = load("scaling_model")
-    quiet = model.Noise()
-    for ranks in (2, 8, 64, 512):
-        done = model.simulate_allreduce(model.OURS, np.zeros(ranks), 8, quiet)
-        assert done == pytest.approx(model.allreduce(model.OURS, ranks, 8))
-    for ranks in (8, 64, 512):
-        done = model.simulate_exchange(model.OURS, np.zeros(ranks), model.HALO, quiet)
-        assert done == pytest.approx(model.exchange(model.OURS, ranks, model.HALO))
-    late = np.zeros(64)
-    late[5] = 1.0  # a sum waits for all, an exchange for neighbours
-    assert model.simulate_allreduce(model.OURS, late, 8, quiet).min() > 1
-    waiting = model.simulate_exchange(model.OURS, late, model.HALO, quiet) > 1
-    assert waiting.sum() == 27
-    disturbed = [model.simulate_steps(model.OURS, 64, model.Noise(length, 1e-2), 1e-3) for length in (0, 1e-6, 1e-4)]
-    assert disturbed[0] < disturbed[1] < disturbed[2]
-    assert model.allreduce(model.OURS, 1, 8) == model.OURS.call
-    assert model.fourier(model.OURS, 1, 8) == 0

@@ -18,6 +18,7 @@ from jaxmpi._mpi import devices
 from jaxmpi._mpi.settings import Settings
 from support import simulated
 from support.launch import launch
+from support.rows import each
 from support.table import CASES
 
 on_device = pytest.mark.skipif(not simulated.TRANSPORT, reason="needs the simulated device: make test-device")
@@ -92,81 +93,66 @@ def test_road(environment, aware, inspects, survives, expected):
     assert devices._transport(wish, aware, inspects, survives)[0] == expected
 
 
-@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="MPI is below MPI_THREAD_MULTIPLE")
-@pytest.mark.parametrize(
-    ("flags", "platforms", "wish", "expected"),
-    [
-        ({"CUDA": True, "ROCM": False}, "cuda", "flags", "flags"),
-        ({"CUDA": True, "ROCM": True}, "cuda", "auto", "callback"),
-        ({"CUDA": False, "ROCM": True}, "cuda", "flags", "the driver of CUDA has no functions.*leave the variable out"),
-        ({"CUDA": False, "ROCM": False}, "cuda", "wait", "wait"),
-    ],
-)
-def test_flags(monkeypatch, flags, platforms, wish, expected):
-    monkeypatch.setattr(devices._core, "drivers", lambda: dict.fromkeys(flags))
-    monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
-    monkeypatch.setattr(devices._core, "flags", lambda: flags)
-    monkeypatch.setattr(devices, "detected", lambda *args: (False, ""))
-    settings = Settings.from_environment({"JAXMPI_DEVICE_TRANSPORT": wish})
-    if " " in expected:
-        with pytest.raises(ValueError, match=expected):
-            devices.choose(settings, {}, platforms)
-        return
-    choice = devices.choose(settings, {}, platforms)
-    assert (choice.transport, choice.flags_asked) == (expected, wish == "flags")
+FLAGS, CHUNK = {"JAXMPI_DEVICE_TRANSPORT": "flags"}, {"JAXMPI_DEVICE_CHUNK": " 8192 "}
+ONE, BOTH = {"CUDA": None, "ROCM": "no driver"}, {"CUDA": None, "ROCM": None}
+AWARE = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
+CHOICES = [
+    # whether the driver of a platform that counts has flags
+    (FLAGS, "cuda", BOTH, {"flags": {"CUDA": True, "ROCM": False}}, {"transport": "flags", "flags_asked": True}),
+    ({}, "cuda", BOTH, {"flags": {"CUDA": True, "ROCM": True}}, {"transport": "callback", "flags_asked": False}),
+    (
+        FLAGS,
+        "cuda",
+        BOTH,
+        {"flags": {"CUDA": False, "ROCM": True}},
+        "the driver of CUDA has no.*leave the variable out",
+    ),
+    ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, "cuda", BOTH, {"flags": {}}, {"transport": "wait"}),
+    # a program that runs on CPUs too may ask for them
+    (FLAGS, None, {"CUDA": "no driver"}, {}, {"platforms": []}),
+    # chunks
+    ({}, None, ONE, {}, {"chunk": devices.CHUNK, "everywhere": False}),
+    ({}, "cuda,cpu", ONE, {}, {"chunk": devices.CHUNK}),
+    ({}, "gpu", ONE, {}, {"chunk": devices.CHUNK}),
+    ({}, "cpu", ONE, {}, {"chunk": 0}),
+    ({}, "rocm", ONE, {}, {"chunk": 0}),
+    ({}, None, ONE, AWARE, {"chunk": 0}),
+    ({}, None, {"CUDA": "no driver"}, {}, {"chunk": 0}),
+    (CHUNK, "cpu", {"CUDA": "no driver"}, {}, {"chunk": 8192, "everywhere": True}),
+    ({"JAXMPI_DEVICE_CHUNK": "0"}, None, ONE, {}, {"chunk": 0, "everywhere": True}),
+    # a driver without devices does not decide: the MPI library reaches the memory of CUDA's alone
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 1, "ROCM": 0}}, {"aware": True, "because": "CUDA: yes"}),
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 0, "ROCM": 2}}, {"aware": False, "because": "ROCM: no"}),
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 1, "ROCM": 1}}, {"aware": False, "because": "CUDA: yes; ROCM: no"}),
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 0, "ROCM": 0}}, {"aware": False, "because": "CUDA: yes; ROCM: no"}),
+    ({}, "cuda,cpu", BOTH, AWARE, {"aware": True, "because": "CUDA: yes", "platforms": ["CUDA", "ROCM"]}),
+    ({}, "rocm", BOTH, AWARE, {"aware": False, "because": "ROCM: no"}),
+    ({}, "cpu", BOTH, AWARE, {"aware": False, "because": "CUDA: yes; ROCM: no"}),
+]
+"""Settings, JAX's platforms, drivers, what is told of them and of the MPI library, and what is chosen."""
 
 
-def test_flags_without_a_driver(monkeypatch):
-    """A program that runs on CPUs too may ask for them: nothing has to be there."""
-    monkeypatch.setattr(devices._core, "drivers", lambda: {"CUDA": "no driver"})
-    assert devices.choose(Settings.from_environment({"JAXMPI_DEVICE_TRANSPORT": "flags"}), {}, None).platforms == []
+def test_choice_of_devices(monkeypatch):
+    def check(row):
+        environment, platforms, drivers, told, expected = row
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and "flags" in told:
+            return
+        monkeypatch.setattr(devices._core, "drivers", lambda: drivers)
+        monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
+        monkeypatch.setattr(devices._core, "flags", lambda: told["flags"])
+        monkeypatch.setattr(devices._core, "device_counts", lambda: told["counts"])  # where it may be asked
+        monkeypatch.setattr(devices, "detected", lambda platform, *_: told.get(platform, (False, "")))
+        settings = Settings.from_environment(environment)
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=expected):
+                devices.choose(settings, {}, platforms)
+            return
+        choice = devices.choose(settings, environment, platforms)
+        found = {name: getattr(choice, name) for name in expected}
+        found["because"] = choice.because.partition("; the MPI library")[0]
+        assert found == {"because": found["because"], **expected}
 
-
-@pytest.mark.parametrize(
-    ("drivers", "aware", "environment", "platforms", "expected"),
-    [
-        (["CUDA"], False, {}, None, devices.CHUNK),
-        (["CUDA"], False, {}, "cuda,cpu", devices.CHUNK),
-        (["CUDA"], False, {}, "gpu", devices.CHUNK),
-        (["CUDA"], False, {}, "cpu", 0),
-        (["CUDA"], False, {}, "rocm", 0),
-        (["CUDA"], True, {}, None, 0),
-        ([], False, {}, None, 0),
-        ([], False, {"JAXMPI_DEVICE_CHUNK": " 8192 "}, "cpu", 8192),
-        (["CUDA"], False, {"JAXMPI_DEVICE_CHUNK": "0"}, None, 0),
-    ],
-)
-def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
-    found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
-    monkeypatch.setattr(devices._core, "drivers", lambda: found)
-    monkeypatch.setattr(devices, "detected", lambda *args: (aware, ""))
-    choice = devices.choose(Settings.from_environment(environment), environment, platforms)
-    assert choice.chunk == expected
-    assert choice.everywhere == bool(environment)
-
-
-@pytest.mark.parametrize(
-    ("platforms", "counts", "aware", "said"),
-    [
-        (None, {"CUDA": 1, "ROCM": 0}, True, "CUDA: yes"),
-        (None, {"CUDA": 0, "ROCM": 2}, False, "ROCM: no"),
-        (None, {"CUDA": 1, "ROCM": 1}, False, "CUDA: yes; ROCM: no"),
-        (None, {"CUDA": 0, "ROCM": 0}, False, "CUDA: yes; ROCM: no"),
-        ("cuda,cpu", None, True, "CUDA: yes"),
-        ("rocm", None, False, "ROCM: no"),
-        ("cpu", None, False, "CUDA: yes; ROCM: no"),
-    ],
-)
-def test_a_driver_without_devices_does_not_decide(monkeypatch, platforms, counts, aware, said):
-    """Both drivers are installed, and the MPI library reaches the memory of CUDA's devices alone."""
-    answers = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
-    monkeypatch.setattr(devices._core, "drivers", lambda: dict.fromkeys(answers))
-    monkeypatch.setattr(devices._core, "device_counts", lambda: counts)  # None: they may not be asked
-    monkeypatch.setattr(devices, "detected", lambda platform, *_: answers[platform])
-    choice = devices.choose(Settings.from_environment({}), {}, platforms)
-    assert choice.aware is aware
-    assert choice.because.startswith(f"{said}; the MPI library")
-    assert choice.platforms == ["CUDA", "ROCM"]
+    each(CHOICES, check)
 
 
 @pytest.mark.parametrize(

@@ -319,47 +319,41 @@ ENTRY %main {{
   ROOT %x.1 = {} {}(%y), {}, metadata={{op_name="jit(f)/here"}}
 }}
 """
-
-
+PAIRS, GROUPS = "source_target_pairs={{0,1}}", "replica_groups={{0,1}}"
 XLA = [
-    ("f32[2147483647]{0}", "all-reduce", None),
-    ("f32[2147483648]{0}", "all-reduce", "more than 2147483647 elements"),
-    ("(f32[3]{0}, f32[65536,65536]{1,0})", "all-reduce", "more than 2147483647 elements"),
-    ("bf16[7]{0}", "all-reduce", "has no bf16"),
-    ("f8e4m3fn[7]{0}", "all-gather", "has no f8e4m3fn"),
-    ("f8e4m3fn[2147483647]{0}", "collective-permute", None),
-    ("f32[536870912]{0}", "collective-permute", "more than 2147483647 bytes"),
-    ("(c128[134217728]{0})", "all-to-all", "more than 2147483647 bytes"),
-    ("pred[]", "all-reduce", None),
-    ("f32[7]{0}", "collective-broadcast", "XLA has no collective-broadcast by MPI"),
-    ("f32[7]{0}", "all-to-none", "XLA has no all-to-none by MPI"),
+    ("f32[2147483647]{0}", "all-reduce", GROUPS, None),
+    ("f32[2147483648]{0}", "all-reduce", GROUPS, "more than 2147483647 elements"),
+    ("(f32[3]{0}, f32[65536,65536]{1,0})", "all-reduce", GROUPS, "more than 2147483647 elements"),
+    ("bf16[7]{0}", "all-reduce", GROUPS, "has no bf16"),
+    ("f8e4m3fn[7]{0}", "all-gather", GROUPS, "has no f8e4m3fn"),
+    ("f8e4m3fn[2147483647]{0}", "collective-permute", PAIRS, None),
+    ("f32[536870912]{0}", "collective-permute", PAIRS, "more than 2147483647 bytes"),
+    ("(c128[134217728]{0})", "all-to-all", GROUPS, "more than 2147483647 bytes"),
+    ("pred[]", "all-reduce", GROUPS, None),
+    ("f32[7]{0}", "collective-broadcast", GROUPS, "XLA has no collective-broadcast by MPI"),
+    ("f32[7]{0}", "all-to-none", GROUPS, "XLA has no all-to-none by MPI"),
+    (
+        "f32[]",
+        "all-reduce",
+        "replica_groups=mesh['a'=2] {'a'}|{'b'}",
+        r"cannot read \(.*instead of an attribute.*\): use ",
+    ),
+    ("f32[]", "all-reduce", "replica_groups={{0},{0}}", r"cannot read \(.*do not have each of 2 ids once.*\): use "),
+    ("f32[]", "all-reduce", "replica_groups=mesh['it's'=2] {'it's'}", r"cannot read \(.*instead of.*\): use --coll"),
 ]
 
 
 def test_what_xla_cannot_pass_to_mpi():
     def check(row):
-        shape, name, error = row
-        groups = "source_target_pairs={{0,1}}" if name == "collective-permute" else "replica_groups={{0,1}}"
+        shape, name, groups, error = row
         text = TEXT.format(shape, name, groups)
         if error is None:
             assert groups_of(text, 2) == [(0, 1)]
             return
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=error) as raised:
             groups_of(text, 2)
-        assert "(jit(f)/here)" in str(raised.value)
+        assert "cannot read" in error or "(jit(f)/here)" in str(raised.value)
 
     each(XLA, check)
-
-
-def test_groups_that_cannot_be_read():
-    for groups, said in (
-        ("mesh['a'=2] {'a'}|{'b'}", "instead of an attribute"),
-        ("{{0},{0}}", "do not have each of 2 ids once"),
-        ("mesh['it's'=2] {'it's'}", "instead of"),
-    ):
-        text = TEXT.format("f32[]", "all-reduce", f"replica_groups={groups}")
-        with pytest.raises(NotImplementedError, match=r"cannot read \(.*\): use --collectives gloo") as raised:
-            groups_of(text, 2)
-        assert said in str(raised.value)
     with pytest.raises(NotImplementedError, match="2 devices instead of 3"):
         groups_of(TEXT.format("f32[]", "all-reduce", "replica_groups={}"), 3)
