@@ -17,7 +17,7 @@ from jaxmpi._launcher import monitor
 from jaxmpi._mpi import communicators, library, timeline
 from jaxmpi._mpi.settings import Settings
 from programs import errors_page
-from support.launch import launch, outside_of_a_job, started
+from support.launch import launch, outside_of_a_job, started, written
 from support.rows import one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
@@ -54,12 +54,6 @@ WAIT = """
 add(x).block_until_ready()
 print("not reached")
 """
-
-
-def program_of(tmp_path, *parts):
-    program = tmp_path / "program.py"
-    program.write_text("\n".join(parts))
-    return program
 
 
 SOON = "then(os.kill, os.getpid(), {}); "
@@ -117,7 +111,7 @@ CAUGHT_BY_NOBODY = {
 @pytest.mark.parametrize("fault", one_each_time(CAUGHT_BY_NOBODY, "exception", "killed in a compiled loop"))
 def test_fault_of_one_rank(fault, tmp_path):
     does, told = CAUGHT_BY_NOBODY[fault]
-    program = program_of(tmp_path, BEGIN, "if rank == 1:", textwrap.indent(does, "    "), WAIT)
+    program = written(tmp_path, BEGIN, "if rank == 1:\n" + textwrap.indent(does, "    "), WAIT)
     begin = time.monotonic()
     done = launch(2, program, check=False, timeout=SECONDS)
     errors_page.note(fault, told, time.monotonic() - begin)
@@ -148,7 +142,7 @@ WHILE_OTHERS = {
 def test_fault_while_others(what, tmp_path):
     """The others wait for nobody: they are ended nevertheless."""
     others, does, told = WHILE_OTHERS[what]
-    done = launch(3, program_of(tmp_path, BEGIN, f"if rank == 1:\n    {does}\n{others}"), check=False, timeout=SECONDS)
+    done = launch(3, written(tmp_path, BEGIN, f"if rank == 1:\n    {does}\n{others}"), check=False, timeout=SECONDS)
     assert done.returncode != 0
     assert told in done.stderr
 
@@ -158,7 +152,7 @@ def test_fault_while_others(what, tmp_path):
 def test_full_pipe(reader, tmp_path):
     """A rank's output fills all pipes up to the reader's, as another rank fails: told as soon as there is room."""
     flood = "if rank == 0:\n    while True: print('x' * 1000)\ntime.sleep(1)\nprint(end='y')\nraise KeyError('this')"
-    done = launch(2, program_of(tmp_path, BEGIN, flood), check=False, timeout=SECONDS, reader=reader)
+    done = launch(2, written(tmp_path, BEGIN, flood), check=False, timeout=SECONDS, reader=reader)
     assert done.returncode != 0
     if reader == "late":
         assert "KeyError: 'this'" in done.stderr
@@ -209,7 +203,7 @@ def test_processes_of_a_rank(tmp_path):
     of_one = "def of_one():\n    import jaxmpi\n    from mpi4py import MPI\n    return MPI.COMM_WORLD.size\n"
     before = "from multiprocessing import forkserver\nforkserver.ensure_running()\n"  # it has the variables of the rank
     guarded = "if __name__ == '__main__':\n" + textwrap.indent(before + BEGIN + textwrap.dedent(does), "    ")
-    done = launch(2, program_of(tmp_path, of_one, guarded), timeout=SECONDS)
+    done = launch(2, written(tmp_path, of_one, guarded), timeout=SECONDS)
     assert re.findall(r"status (\d)\n", done.stdout) == [str(status) for status in FORKED.values()]
     words = ("square 49", "raised", "broken", "child 1", "sum 2.0")
     assert [done.stdout.count(word) for word in words] == [3, 3, 3, 3, 2], done.stdout
@@ -285,7 +279,7 @@ def test_operations_in_a_child_of_fork(tmp_path):
         os.waitpid(child, 0)
     print("sum", float(add(x)[0]), float(notoken.waitall([received, sent])[0][0]) - rank)
     """
-    program = program_of(tmp_path, BEGIN, textwrap.dedent(does))
+    program = written(tmp_path, BEGIN, does)
     done = launch(2, program, timeout=SECONDS)
     for name in IN_A_CHILD:
         assert f"child: {name}: True" in done.stdout, done.stdout
@@ -330,7 +324,7 @@ def test_what_waits_is_reported(way, tmp_path):
             y.block_until_ready()
     """
     both = "if rank == 0 and 'here(' in sys.argv[1]: again(x).block_until_ready()\nif rank == 0: time.sleep(1000)"
-    program = program_of(tmp_path, BEGIN, textwrap.dedent(functions), both, does)
+    program = written(tmp_path, BEGIN, functions, both, does)
     line = 1 + program.read_text().splitlines().index("    return notoken.allreduce(x, MPI.SUM)  # this line")
     limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort"}
     done = launch(2, program, does, check=False, timeout=SECONDS, plain=way == "jit", **limits)
@@ -358,7 +352,7 @@ ELSEWHERE = {
 def test_table_of_ranks(where, tmp_path):
     """The launcher says of all ranks what they do, and leaves no file."""
     does, told = ELSEWHERE[where]
-    program = program_of(tmp_path, BEGIN, f"if rank == 1: {does}", WAIT)
+    program = written(tmp_path, BEGIN, f"if rank == 1: {does}", WAIT)
     line = program.read_text().splitlines().index(f"if rank == 1: {does}") + 1
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -377,7 +371,7 @@ def test_table_of_ranks(where, tmp_path):
 
 def test_rank_that_has_ended_is_told(tmp_path):
     """Before those that wait are late."""
-    program = program_of(tmp_path, BEGIN, "if rank == 1: sys.exit()", WAIT)
+    program = written(tmp_path, BEGIN, "if rank == 1: sys.exit()", WAIT)
     waits = "ranks 0, 2: wait in allreduce of 3 float32, op SUM, on the default communicator; called at"
     command = [sys.executable, "-m", "jaxmpi.run", "-n", "3", program]
     environment = outside_of_a_job() | {"JAX_PLATFORMS": "cpu", "JAXMPI_TIMEOUT": "1000"}
@@ -512,7 +506,7 @@ INTERRUPTED = {
 def test_interrupt(within, asynchronous, tmp_path):
     """Ctrl-C ends a job, whatever its ranks do. A computation that is dispatched synchronously lets no Python run."""
     dispatch = f"import jax; jax.config.update('jax_cpu_enable_async_dispatch', {asynchronous})"
-    program = program_of(tmp_path, dispatch, BEGIN, READY, INTERRUPTED[within])
+    program = written(tmp_path, dispatch, BEGIN, READY, INTERRUPTED[within])
     done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready", said=2)
     assert done.returncode != 0
 
@@ -526,8 +520,9 @@ def test_interrupt(within, asynchronous, tmp_path):
     ],
 )
 def test_launcher_is_ended(by, within, tmp_path):
-    """And with it all ranks, whatever they do."""
-    program = program_of(tmp_path, BEGIN, READY, INTERRUPTED[within])
+    """And with it all ranks, whatever they do. Open MPI's mpiexec says nothing, and ends with 1."""
+    program = written(tmp_path, BEGIN, READY, INTERRUPTED[within])
     number = getattr(signal, f"SIG{by}")
     done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready", said=2, by=number)
-    assert done.returncode != 0
+    assert done.returncode == 128 + number
+    assert f"jaxmpi.run: ended by {number.name}" in done.stderr

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from jaxmpi import run
 from jaxmpi._launcher import guard, monitor
 from programs import errors_page
 from support import limits
-from support.launch import end_what_is_left, launch, outside_of_a_job, started
+from support.launch import end_what_is_left, launch, outside_of_a_job, started, written
 from support.rows import each, one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
@@ -48,12 +47,6 @@ def until(condition, seconds=60):
     return condition()
 
 
-def written(tmp_path, text, name="program.py"):
-    program = tmp_path / name
-    program.write_text(textwrap.dedent(text))
-    return program
-
-
 FAKE = """\
 #!/usr/bin/env python3
 import os, signal, subprocess, sys, time
@@ -66,7 +59,7 @@ BOTH = "for r in (0, 1): rank(r).wait()"
 
 def words(tmp_path, text, ranks=1, program="pass"):
     """The command of the launcher with an mpiexec of our own, in which `rank(0)` starts a rank."""
-    mpiexec = written(tmp_path, FAKE + textwrap.dedent(text), "mpiexec")
+    mpiexec = written(tmp_path, FAKE, text, name="mpiexec")
     mpiexec.chmod(0o755)
     return [*COMMAND, "-n", str(ranks), "--mpiexec", str(mpiexec), "-c", program]
 
@@ -357,37 +350,34 @@ def is_openmpi():
     return run.flavour(run.find_mpiexec()) == "openmpi"
 
 
-def test_the_error_is_the_last_that_is_told(tmp_path):
-    """By Python, or by the launcher where more lines have followed."""
-    done = launch(2, written(tmp_path, FAILS.format("raise KeyError('this')")), check=False)
-    assert done.returncode == 1
+WHO = "jaxmpi.run: rank 1 ended the job with code"
+LAST = {
+    "raise KeyError('this')": (1, ("KeyError: 'this'", f"{WHO} 1: KeyError: 'this'")),
+    "sys.exit(3)": (3, (f"{WHO} 3: sys.exit(3)",)),
+    # Python brought them with 3.11, and the last line that it writes of one is a rule.
+    "raise ExceptionGroup('several', [KeyError(1), ValueError('x' * 5000)])": (
+        1,
+        (f"{WHO} 1: ExceptionGroup: several (2 sub-exceptions)", "NameError", f"{WHO} 1: NameError"),
+    ),
+}
+"""What rank 1 does, the status, and how the last line begins."""
+
+
+@pytest.mark.parametrize("does", LAST)
+def test_the_error_is_the_last_that_is_told(does, tmp_path):
+    """By Python, or by the launcher where more lines have followed or there are none."""
+    status, told = LAST[does]
+    program = f"""
+        import os, sys, time
+        from mpi4py import MPI
+        MPI.COMM_WORLD.Barrier()
+        if MPI.COMM_WORLD.rank == 1: {does}
+        time.sleep(100)
+    """
+    done = launch(2, written(tmp_path, program), check=False)
+    assert done.returncode == status
     last = done.stderr.replace("\0", "").rstrip().rpartition("\n")[2]  # Open MPI's last byte is a 0
-    assert last in ("KeyError: 'this'", "jaxmpi.run: rank 1 ended the job with code 1: KeyError: 'this'")
-
-
-def test_group_of_exceptions(tmp_path):
-    """The last line that Python writes of it is a rule."""
-    if sys.version_info < (3, 11):
-        pytest.skip("Python 3.11 brought them")
-    program = written(tmp_path, FAILS.format("raise ExceptionGroup('several', [KeyError(1), ValueError('x' * 5000)])"))
-    done = launch(2, program, check=False)
-    assert done.stderr.rstrip().rpartition("\n")[2].endswith("code 1: ExceptionGroup: several (2 sub-exceptions)")
-
-
-@pytest.mark.parametrize("number", one_each_time([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
-def test_a_signal_is_told(number, tmp_path):
-    """Open MPI's mpiexec says nothing, and ends with 1."""
-    program = written(tmp_path, "from mpi4py import MPI\nprint('ready', flush=True)\nimport time\ntime.sleep(1000)")
-    done = launch(2, program, check=False, interrupt_at="ready", said=2, by=number)
-    assert done.returncode == 128 + number or "KeyboardInterrupt" in done.stderr
-    assert f"jaxmpi.run: ended by {number.name}" in done.stderr or "KeyboardInterrupt" in done.stderr
-
-
-def test_status_without_a_word(tmp_path):
-    """A rank that says nothing itself: the launcher tells who it was."""
-    done = launch(2, written(tmp_path, FAILS.format("sys.exit(3)")), check=False)
-    assert done.returncode == 3
-    assert done.stderr.endswith("jaxmpi.run: rank 1 ended the job with code 3: sys.exit(3)\n")
+    assert last.startswith(told), done.stderr
 
 
 # --- the end of the launcher --------------------------------------------------------------------------------------
@@ -491,33 +481,20 @@ def test_input_that_is_a_socket(tmp_path):
         assert sorted(process.communicate(timeout=60)[0].splitlines()) == ["0 1000", "1 0"]
 
 
-def test_long_path_of_the_folder(tmp_path):
+def test_long_path_of_the_folder_and_no_home(tmp_path):
     """Longer than the address of a socket may be."""
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    short = {
-        "OMPI_MCA_orte_tmpdir_base": "/tmp",
-        "PRTE_MCA_prte_tmpdir_base": "/tmp",
-        "PMIX_MCA_ptl_base_tmpdir": "/tmp",
-    }
-    environment = {**outside_of_a_job(), **short, "TMPDIR": str(folder)}
+    of_openmpi = ("OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "PMIX_MCA_ptl_base_tmpdir")
+    environment = {**outside_of_a_job(), **dict.fromkeys(of_openmpi, "/tmp"), "TMPDIR": str(folder)}
+    environment.pop("HOME", None)
     done = finished([*COMMAND, "-n", "2", "-c", READS], input="abc", env=environment, capture_output=True, text=True)
     assert sorted(done.stdout.splitlines()) == ["0 3", "1 0"], done.stderr
 
 
-COUNTS_RANKS = [*COMMAND, "-n", "1", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"]
-
-
-def test_no_home():
-    environment = outside_of_a_job()
-    environment.pop("HOME", None)
-    done = finished(COUNTS_RANKS, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
-
-
 def test_no_place_for_files():
     """It is said before Open MPI says it by pages; MPICH needs none."""
-    done = finished(COUNTS_RANKS, env={**outside_of_a_job(), "TMPDIR": "/proc"}, capture_output=True, text=True)
+    done = launch(1, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)", check=False, TMPDIR="/proc")
     if is_openmpi():
         assert done.returncode != 0
         assert done.stderr.startswith("jaxmpi.run: TMPDIR=/proc: ")

@@ -7,14 +7,13 @@ wrong arguments. The others are of what docs/survive.md says.
 import itertools
 import re
 import shutil
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxmpi import run
-from support.launch import launch
+from support.launch import launch, written
 from support.rows import each, one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(150)]
@@ -30,7 +29,7 @@ def at_night(test):
     return pytest.mark.nightly(needs_openmpi(test))
 
 
-BEGIN = textwrap.dedent("""
+BEGIN = """
     import ctypes, os, signal, sys, time
     import jax, jax.numpy as jnp, numpy as np
     import jaxmpi
@@ -42,12 +41,11 @@ BEGIN = textwrap.dedent("""
     def die(): os.kill(os.getpid(), signal.SIGKILL)
     def all_have_come(): WORLD.Agree(1)  # and no death that follows is an error of what was done before
     def told(*what): print(f"rank {rank}:", *what, flush=True)
-""")
+"""
 
 
 def survive(tmp_path, ranks, *parts, spare=0, **options):
-    program = tmp_path / "program.py"
-    program.write_text("\n".join([BEGIN, *map(textwrap.dedent, parts)]))
+    program = written(tmp_path, BEGIN, *parts)
     return launch(ranks, "--survive", "--spare", spare, program, check=False, timeout=SECONDS, **options)
 
 

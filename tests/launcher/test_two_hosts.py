@@ -6,14 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
 from jaxmpi import run
 from programs import errors_page
-from support.launch import begin, launch, outside_of_a_job
+from support.launch import begin, launch, outside_of_a_job, written
 from support.rows import one_each_time
 from support.two_hosts import NAMES, two_hosts
 
@@ -60,8 +59,7 @@ def job(hosts, tmp_path):
             hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
             told = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
             variables = {"HYDRA_HOST_FILE": hosts.file, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": hosts.agent}
-        program = tmp_path / "program.py"
-        program.write_text(begin + textwrap.dedent(rest))
+        program = written(tmp_path, begin, rest)
         words = ("--ranks-per-node", "2", *more, *([f"--mpiexec-args={told}"] if options else []), program)
         environment = {"TMPDIR": hosts.tmp, **({} if options or "HOME" in environment else variables), **environment}
         environment = {name: str(value) for name, value in environment.items()}

@@ -4,7 +4,6 @@ What the operations do there is said by the other suites, run on a simulated dev
 """
 
 import os
-import textwrap
 from pathlib import Path
 
 import jax
@@ -17,7 +16,7 @@ from jaxmpi import notoken
 from jaxmpi._mpi import devices
 from jaxmpi._mpi.settings import Settings
 from support import simulated
-from support.launch import launch
+from support.launch import launch, written
 from support.rows import each
 from support.table import CASES
 
@@ -236,7 +235,6 @@ def test_the_driver_fails(device, case):
 
 def program(tmp_path, *texts):
     """A program on the simulated device. The bridge leaves deferred errors to the next operation, as XLA does."""
-    path = tmp_path / "program.py"
     head = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -249,8 +247,7 @@ def program(tmp_path, *texts):
         device = simulated.Device(deferring=True)
         x = jnp.arange(6.0)
     """
-    path.write_text("".join(map(textwrap.dedent, (head, *texts))))
-    return path
+    return written(tmp_path, head, *texts)
 
 
 TOO_LONG = """

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from mpi4py import MPI
 
 from jaxmpi._mpi import library as bound
 from support import drawing
-from support.launch import launch
+from support.launch import launch, written
 from support.rows import one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
@@ -156,12 +155,6 @@ def said(operation, function):
     return shown.get(operation, operation), f"{function} failed: {TEXT}"
 
 
-def program_of(tmp_path, *parts):
-    program = tmp_path / "program.py"
-    program.write_text("\n".join((BEGIN, *map(textwrap.dedent, parts))))
-    return program
-
-
 @pytest.mark.parametrize("fault", [f"fail={CODE}", f"fail-after={CODE}@1"])
 def test_caught(fault, library, tmp_path):
     """Every function that operations call, every way to call them, with --brief one way for each function. Then the
@@ -222,7 +215,7 @@ def test_caught(fault, library, tmp_path):
     """
     # Messages that one rank does not receive may not hold up the other.
     buffered = {"OMPI_MCA_btl_sm_eager_limit": str(1 << 18), "OMPI_MCA_btl_vader_eager_limit": str(1 << 18)}
-    done = launch(2, program_of(tmp_path, body), timeout=3 * SECONDS, LD_PRELOAD=str(library), **buffered)
+    done = launch(2, written(tmp_path, BEGIN, body), timeout=3 * SECONDS, LD_PRELOAD=str(library), **buffered)
     assert done.stdout.count("all caught") == 2
 
 
@@ -266,7 +259,7 @@ CAUGHT_BY_NOBODY = {
 def test_caught_by_nobody(way, library, tmp_path):
     """The job ends with the traceback of the rank where MPI failed."""
     call, does, operation = CAUGHT_BY_NOBODY[way]
-    program = program_of(tmp_path, f'inject("{call}:fail={CODE}@1")', does, WAIT)
+    program = written(tmp_path, BEGIN, f'inject("{call}:fail={CODE}@1")', does, WAIT)
     check = {"JAXMPI_CHECK": "1"} if way == "the comparison of ranks" else {}
     done = launch(2, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), **check)
     assert done.returncode != 0
@@ -287,7 +280,7 @@ def test_error_ends_the_job_if_that_is_asked_for(check, library, tmp_path):
         print("not reached")
     """
     limits = {"JAXMPI_ON_ERROR": "abort", "JAXMPI_CHECK": check, "LD_PRELOAD": str(library)}
-    done = launch(2, program_of(tmp_path, body, WAIT), check=False, timeout=SECONDS, plain=True, **limits)
+    done = launch(2, written(tmp_path, BEGIN, body, WAIT), check=False, timeout=SECONDS, plain=True, **limits)
     assert done.returncode != 0
     assert f"jaxmpi.allgather on rank 1 of 2: MPI_Allgather failed: {TEXT}" in done.stderr
     assert "The job ends, as JAXMPI_ON_ERROR=abort says" in done.stderr
@@ -314,7 +307,7 @@ def test_late(call, library, tmp_path):
     print("right", flush=True)
     """
     settings = {"LD_PRELOAD": str(library), "JAXMPI_TIMEOUT": "1", "JAX_ENABLE_X64": "0"}
-    done = launch(2, program_of(tmp_path, body), timeout=SECONDS, **settings)
+    done = launch(2, written(tmp_path, BEGIN, body), timeout=SECONDS, **settings)
     assert done.stdout.count("right") == 2
     logs = "".join((tmp_path / f"{rank}.log").read_text() for rank in (0, 1))
     assert logs.count("jaxmpi: rank 1 has been waiting for ") == 1
@@ -355,7 +348,7 @@ def test_hanging(way, library, tmp_path):
     limits["JAXMPI_CHECK"] = "1" if way == "the comparison of ranks" else "0"
     # Rank 0 must not be reported, or it might end the job first.
     rest = "if rank != 1: time.sleep(1000)\nprint('not reached')"
-    program = program_of(tmp_path, f'inject("{rules}")\n{does}.block_until_ready()', rest)
+    program = written(tmp_path, BEGIN, f'inject("{rules}")\n{does}.block_until_ready()', rest)
     # Without the launcher nothing waits for its table.
     done = launch(2, program, check=False, timeout=SECONDS, plain=way != "eager", **limits)
     assert done.returncode != 0
@@ -428,7 +421,7 @@ def test_random(seed, library, tmp_path):
     assert jnp.all(result == expected)
     print("right")
     """
-    program = program_of(tmp_path, body)
+    program = written(tmp_path, BEGIN, body)
     limits = {"JAXMPI_TIMEOUT": "3", "JAXMPI_TIMEOUT_ACTION": "abort"} if fault == "hang" else {}
     done = launch(ranks, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), **limits)
     assert done.stdout.count("right") == (ranks if fault.startswith("delay") else 0), (done, random_case(seed))

@@ -3,12 +3,11 @@
 import re
 import signal
 import socket
-import textwrap
 
 import pytest
 
 from jaxmpi._sharded.hlo import groups_of
-from support.launch import launch
+from support.launch import launch, written
 from support.rows import each
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled]
@@ -40,8 +39,7 @@ def job(tmp_path):
     """Runs a program behind COMMON, or without it, as a job of sharded programs."""
 
     def run(text, *options, ranks=2, common=True, collectives="mpi", arguments=(), **settings):
-        program = tmp_path / "program.py"
-        program.write_text((COMMON if common else "") + textwrap.dedent(text))
+        program = written(tmp_path, COMMON if common else "", text)
         chosen = ["--collectives", collectives] if collectives else []
         return launch(ranks, *chosen, *options, program, *arguments, **settings)
 

@@ -6,12 +6,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import uuid
 
 from jaxmpi import run
 from support import limits
+
+
+def written(folder, *parts, name="program.py"):
+    """A program of these parts, each without the indentation that all its lines have."""
+    program = folder / name
+    program.write_text("\n".join(map(textwrap.dedent, parts)))
+    return program
+
 
 # What an MPI library leaves in the environment of its process; a child must not take itself for a part of that job.
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENABLE_X64")
