@@ -88,28 +88,34 @@ def includes():
     return {name: found - {name} for name, found in graph.items()}
 
 
-def test_layers_of_c():
-    """No file includes one that stands higher, and the folders of one layer include each other in no circle."""
-
-    def layer(name):
-        folder = name.partition("/")[0]
-        return next(i for i, layer in enumerate(C_LAYERS) if folder in _names(layer))
-
-    assert {path.name for path in CSRC.iterdir()} == {name for layer in C_LAYERS for name in _names(layer)}
-    assert not [
-        f"{name} includes {other}"
-        for name, others in includes().items()
-        for other in others
-        if layer(other) > layer(name)
-    ]
-    folders = {}
-    for name, others in includes().items():
-        folders.setdefault(name.partition("/")[0], set()).update(other.partition("/")[0] for other in others)
-    list(TopologicalSorter({name: others - {name} for name, others in folders.items()}).static_order())
-
-
 def _names(layer):
     return layer if isinstance(layer, tuple) else (layer,)
+
+
+def _layer(name, layers):
+    """The number of the layer on which a module of the package, or a C file, stands."""
+    folder = re.split("[./]", name)[0]
+    return next((number for number, layer in enumerate(layers) if folder in _names(layer)), len(layers))
+
+
+def test_layers():
+    """No module and no C file uses one that stands higher. Packages of one layer do not use each other, and folders of
+    C do so in no circle."""
+    assert {path.name for path in CSRC.iterdir()} == {name for layer in C_LAYERS for name in _names(layer)}
+    assert all(name in _sources() for pair in UPWARD for name in pair)
+    wrong, folders = [], {}
+    for graph, layers in ((imports(), LAYERS), (includes(), C_LAYERS)):
+        for name, others in graph.items():
+            for other in others:
+                own, its = _layer(name, layers), _layer(other, layers)
+                beside = layers is LAYERS and own == its < len(LAYERS) and name.split(".")[0] != other.split(".")[0]
+                if its > own or beside:
+                    wrong.append(f"{name} uses {other}")
+    assert not wrong
+    for name, others in includes().items():
+        folder = name.partition("/")[0]
+        folders.setdefault(folder, set()).update({other.partition("/")[0] for other in others} - {folder})
+    list(TopologicalSorter(folders).static_order())
 
 
 def test_header_of_each_source():
@@ -156,27 +162,6 @@ def test_no_circles(graph):
     assert len(edges) > 15
     assert sum(map(len, edges.values())) > len(edges)
     list(TopologicalSorter(edges).static_order())  # raises CycleError, which names one
-
-
-def _layer(name):
-    """The number of the layer on which a module of the package stands."""
-    package = name.partition(".")[0]
-    for number, layer in enumerate(LAYERS):
-        if package == layer or (isinstance(layer, tuple) and package in layer):
-            return number
-    return len(LAYERS)
-
-
-def test_layers():
-    """No module imports one that stands higher, and none from another package of its own layer."""
-    wrong = []
-    for name, others in imports().items():
-        for other in others:
-            beside = _layer(name) == _layer(other) < len(LAYERS) and name.partition(".")[0] != other.partition(".")[0]
-            if _layer(other) > _layer(name) or beside:
-                wrong.append(f"{name} imports {other}")
-    assert not wrong
-    assert all(name in _sources() for pair in UPWARD for name in pair)
 
 
 def test_private_names_of_jax():

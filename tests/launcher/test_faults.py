@@ -147,17 +147,6 @@ def test_fault_while_others(what, tmp_path):
     assert told in done.stderr
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("reader", ["late", "goes"])
-def test_full_pipe(reader, tmp_path):
-    """A rank's output fills all pipes up to the reader's, as another rank fails: told as soon as there is room."""
-    flood = "if rank == 0:\n    while True: print('x' * 1000)\ntime.sleep(1)\nprint(end='y')\nraise KeyError('this')"
-    done = launch(2, written(tmp_path, BEGIN, flood), check=False, timeout=SECONDS, reader=reader)
-    assert done.returncode != 0
-    if reader == "late":
-        assert "KeyError: 'this'" in done.stderr
-
-
 def test_page_has_all_faults():
     ends, goes_on = errors_page.tables()
     of_others = ("the launcher is", "mpiexec is", "a machine", "a trace folder")  # in other files of tests

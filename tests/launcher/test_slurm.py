@@ -132,21 +132,10 @@ def test_batch(cluster, script, ranks):
         assert re.findall(r"^cores +(\d+)", done.output, re.MULTILINE) == ["1"] * 2 * ranks
 
 
-def test_launcher_on_one_host(cluster, batch):
-    """It places the ranks by itself, and has nothing to say of Slurm."""
-    number = batch("python -m jaxmpi.run -n $SLURM_NTASKS mean.py", "--nodes=1", "--ntasks=2", "--time=3")
-    done = cluster.wait(number)
-    assert done.output.splitlines() == [mean(2)] * 2
-
-
 SHARDED = {
     "srun, mpi": "import jaxmpi.sharded\njaxmpi.sharded.install()\n",
-    "srun, gloo": "import jaxmpi.sharded\njaxmpi.sharded.install('gloo')\n",
     "srun, initialize": "import jax, jaxmpi\njax.distributed.initialize()\n",
-    "srun, mpi, initialize": "import jaxmpi.sharded\njaxmpi.sharded.install()\n"
-    "import jax\njax.distributed.initialize()\n",
     "launcher, mpi": "",
-    "launcher, gloo": "",
     "launcher, mpi, initialize": "import jax\njax.distributed.initialize()\n",
     "launcher, mpi, one host": "",
 }

@@ -275,41 +275,6 @@ def test_agreed_or_recovered(spare, tmp_path):
     assert done.returncode == 77
 
 
-@at_night
-def test_a_collective_that_drops_an_error(tmp_path):
-    """What the ranks of files, maps and replicas tell each other raises, where MPI knows of a death and returns what it
-    has not written; also where that cannot be unpickled."""
-    done = survive(
-        tmp_path,
-        2,
-        """
-        from jaxmpi._mpi import agreement, failures
-        class Dropping(MPI.Intracomm):
-            def gather(self, value, root=0): return None
-            def bcast(self, value, root=0): return ["of the call before"] * 2
-            def Allreduce(self, value, result, op): result[:] = 0
-        class Unreadable(Dropping):
-            def bcast(self, value, root=0): raise ValueError("unpickling")
-        comm = MPI.COMM_WORLD.Dup()
-        all_have_come()
-        if rank == 1: die()
-        while not failures.dead(comm): MPI.COMM_SELF.Iprobe()
-        for its in (Dropping(comm), Unreadable(comm)):
-            for call in (
-                lambda: agreement.told(its, 1),
-                lambda: agreement.of_rank(its, 1),
-                lambda: agreement.alike(its, "this", lambda: (1, []), None),
-                lambda: agreement.on_root(its, "this", lambda: 1),
-                lambda: agreement.sums(its, "this", None, 1),
-            ):
-                try: told("WRONG", call())
-                except MPI.Exception as error: told("failed", jaxmpi.process_failure(error) is not None)
-        """,
-    )
-    assert "WRONG" not in done.stdout
-    assert done.stdout.count("failed True") == 10, done.stdout + done.stderr
-
-
 DEATHS = {
     "one": (3, 1, [[1]], [0, 3, 2]),
     "one after the other": (3, 2, [[1], [0]], [4, 3, 2]),
@@ -367,24 +332,6 @@ def test_spares(deaths, tmp_path):
     assert done.returncode == 77
 
 
-AFTER_THE_LAST_OPERATION = {
-    "if rank == 1: die()": ("rank 1 of 3 (1 began as spare) was lost, and the others ended without an error", 77),
-    "die()": ("all ranks are lost. The status is 1", 1),
-    "sys.exit(5)": ("all ranks are lost. The status is 5", 5),
-}
-
-
-@at_night
-@pytest.mark.parametrize("how", AFTER_THE_LAST_OPERATION)
-def test_spare_after_the_last_operation(how, tmp_path):
-    """It ends with the others, also if none of them is left to call it."""
-    told, status = AFTER_THE_LAST_OPERATION[how]
-    done = survive(tmp_path, 2, f"jaxmpi.get_default()\n{how}\ntold('left')", spare=1)
-    assert done.stdout.split("\n")[:-1] == ["rank 0: left"] * (status == 77), done.stdout + done.stderr
-    assert told in done.stderr
-    assert done.returncode == status
-
-
 @needs_openmpi
 def test_first_save_is_interrupted(tmp_path):
     """A rank dies before it sends its blocks of the first save. The next one is another for all ranks, also for those
@@ -424,31 +371,6 @@ def test_first_save_is_interrupted(tmp_path):
     assert "ranks 1, 2 of 5 (2 began as spare) were lost" in done.stderr
 
 
-@at_night
-def test_spare_that_saves(tmp_path):
-    """Ranks that save while others restore raise an error, all of them, and do not hang."""
-    done = survive(
-        tmp_path,
-        3,
-        """
-        try:
-            grid = jaxmpi.Grid((0,), (6,))
-            replica = jaxmpi.Replica(x[:2], grid=grid)
-            while True:
-                try:
-                    if rank == 1: die()
-                    for _ in range(1000): replica.save(x[:2])
-                    break
-                except jaxmpi.ProcessFailed:
-                    jaxmpi.recover()
-                    replica.restore(jaxmpi.Grid((0,), (6,)))
-        except RuntimeError as error: told(error)
-        """,
-        spare=1,
-    )
-    assert done.stdout.count("Replica: some ranks save, while others restore") == 3, done.stdout + done.stderr
-
-
 EARLY = {
     "os.environ['OMPI_COMM_WORLD_RANK']": "rank 1 died before MPI was initialized, for which the others wait",
     "str(__import__('mpi4py.MPI').MPI.COMM_WORLD.rank)": "jaxmpi: a rank has died before all had imported jaxmpi",
@@ -464,14 +386,6 @@ def test_death_before_the_import(number):
     assert "begins" not in done.stdout
     assert EARLY[number] in done.stderr
     assert done.returncode not in (0, 77)
-
-
-@at_night
-def test_death_in_an_exit_handler(tmp_path):
-    """When the program has ended: no other rank hears of it, but the launcher."""
-    done = survive(tmp_path, 2, "import atexit\nif rank == 0: atexit.register(die)\nnotoken.barrier()")
-    assert "rank 0 of 2 was lost, and the others ended without an error. The status is 77" in done.stderr, done.stderr
-    assert done.returncode == 77
 
 
 @at_night
@@ -502,12 +416,40 @@ def test_random_deaths(program, ranks, deaths, seed, spare):
     assert done.returncode == 77
 
 
-@at_night
-def test_replica_is_lost(tmp_path):
-    """A rank and the one that keeps its copy die at the same time: all that live raise alike, and say what helps."""
-    done = survive(
-        tmp_path,
-        4,
+JOBS = {
+    # The program has ended: no other rank hears of it, but the launcher.
+    "a death in an exit handler": (
+        (2, 0, 77),
+        "import atexit\nif rank == 0: atexit.register(die)\nnotoken.barrier()",
+        {"rank 0 of 2 was lost, and the others ended without an error. The status is 77": 1},
+    ),
+    "a death after the last operation": (
+        (2, 1, 77),
+        "jaxmpi.get_default()\nif rank == 1: die()\ntold('left')",
+        {"rank 1 of 3 (1 began as spare) was lost, and the others ended without an error": 1, "rank 0: left": 1},
+    ),
+    "nobody is left to call a spare": ((2, 1, 1), "jaxmpi.get_default()\ndie()", {"all ranks are lost.": 1}),
+    "nobody is left, by exit": ((2, 1, 5), "jaxmpi.get_default()\nsys.exit(5)", {"all ranks are lost.": 1}),
+    "ranks that save while others restore": (
+        (3, 1, 77),
+        """
+        try:
+            grid = jaxmpi.Grid((0,), (6,))
+            replica = jaxmpi.Replica(x[:2], grid=grid)
+            while True:
+                try:
+                    if rank == 1: die()
+                    for _ in range(1000): replica.save(x[:2])
+                    break
+                except jaxmpi.ProcessFailed:
+                    jaxmpi.recover()
+                    replica.restore(jaxmpi.Grid((0,), (6,)))
+        except RuntimeError as error: told(error)
+        """,
+        {"Replica: some ranks save, while others restore": 3},
+    ),
+    "a rank dies together with the one that keeps its copy": (
+        (4, 0, 77),
         """
         grid = jaxmpi.Grid((0,), (8,))
         replica = jaxmpi.Replica({"x": x[:2] + rank}, grid=grid)
@@ -520,11 +462,52 @@ def test_replica_is_lost(tmp_path):
         try: replica.restore(jaxmpi.Grid((0,), (8,)))
         except RuntimeError as error: told(error)
         """,
-    )
-    assert done.stdout.count(": ProcessFailed\n") == 2, done.stdout + done.stderr
-    text = "what was saved is lost: all that had the blocks of rank 1 of 4 have died. Keep more copies, by copies="
-    assert done.stdout.count(text) == 2
-    assert done.returncode == 77
+        {
+            ": ProcessFailed\n": 2,
+            "what was saved is lost: all that had the blocks of rank 1 of 4 have died. Keep more copies, by copies=": 2,
+        },
+    ),
+    # What ranks of files, maps and replicas tell each other, where MPI knows of a death and returns what it has not
+    # written, or what cannot be unpickled.
+    "a collective that drops an error": (
+        (2, 0, 77),
+        """
+        from jaxmpi._mpi import agreement, failures
+        class Dropping(MPI.Intracomm):
+            def gather(self, value, root=0): return None
+            def bcast(self, value, root=0): return ["of the call before"] * 2
+            def Allreduce(self, value, result, op): result[:] = 0
+        class Unreadable(Dropping):
+            def bcast(self, value, root=0): raise ValueError("unpickling")
+        comm = MPI.COMM_WORLD.Dup()
+        all_have_come()
+        if rank == 1: die()
+        while not failures.dead(comm): MPI.COMM_SELF.Iprobe()
+        for its in (Dropping(comm), Unreadable(comm)):
+            for call in (
+                lambda: agreement.told(its, 1),
+                lambda: agreement.of_rank(its, 1),
+                lambda: agreement.alike(its, "this", lambda: (1, []), None),
+                lambda: agreement.on_root(its, "this", lambda: 1),
+                lambda: agreement.sums(its, "this", None, 1),
+            ):
+                try: told("WRONG", call())
+                except MPI.Exception as error: told("failed", jaxmpi.process_failure(error) is not None)
+        """,
+        {"WRONG": 0, "failed True": 10},
+    ),
+}
+"""Ranks, spares and the status; the program; and what is told how often."""
+
+
+@at_night
+@pytest.mark.parametrize("job", JOBS)
+def test_what_is_told(job, tmp_path):
+    (ranks, spare, status), program, told = JOBS[job]
+    done = survive(tmp_path, ranks, program, spare=spare)
+    said = done.stdout + done.stderr
+    assert {text: said.count(text) for text in told} == told, said
+    assert done.returncode == status
 
 
 @pytest.mark.skipif(shutil.which("mpiexec") is None and run.find_mpiexec() is None, reason="no mpiexec")

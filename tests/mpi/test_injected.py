@@ -226,9 +226,6 @@ print("not reached")
 """
 
 CAUGHT_BY_NOBODY = {
-    "eager": ("MPI_Reduce:1", 'calls["reduce"](x).block_until_ready()', "reduce"),
-    "jax.jit": ("MPI_Mrecv:1", 'jax.jit(calls["sendrecv"])(x).block_until_ready()', "sendrecv"),
-    "a loop": ("MPI_Bcast:3", 'ways["loop"](calls["bcast"])(x).block_until_ready()', "bcast"),
     "a loop in jax.jit": ("MPI_Scan:2", 'ways["loop in jax.jit"](calls["scan"])(x).block_until_ready()', "scan"),
     "a derivative": (
         "MPI_Reduce:1",

