@@ -68,31 +68,3 @@ def test_bandwidth(operation, nbytes, ranks, algorithm, bus):
     bandwidth = load("bandwidth")
     assert bandwidth.algbw(operation, nbytes, ranks, 2.0) == pytest.approx(algorithm)
     assert bandwidth.busbw(operation, nbytes, ranks, 2.0) == pytest.approx(bus)
-
-
-@pytest.mark.alone
-def test_tables_and_plots(tmp_path, capsys):
-    """What was wrong is named, bandwidth stands beside it; files without either are read as well."""
-    report = load("report")
-    figures = {"operation": "allreduce", "kind": "loop", "seconds": [1e-6] * 9}
-    measured = {"algbw_GBps": 1.5, "busbw_GBps": 2.25}
-    records = [
-        {**figures, **measured, "bytes": 4, "contender": "C", "wrong": 0},
-        {**figures, **measured, "bytes": 4, "contender": "mpi4jax", "wrong": 12},
-        {**figures, **measured, "bytes": 1024, "contender": "mpi4jax", "wrong": 0},
-        {**figures, "bytes": 4096, "contender": "C"},
-    ]
-    path = tmp_path / "calls.json"
-    report.write(path, {"calls": records})
-    calls, rest = report.read([path])
-    report.markdown(calls, rest)
-    lines = capsys.readouterr().out.splitlines()
-    assert "| operation | bytes | C | mpi4jax | jaxmpi / C | mpi4jax / jaxmpi | wrong |" in lines
-    assert "| allreduce | 4 B | 1 (1-1) | 1 (1-1) |  |  | mpi4jax: 12 |" in lines
-    assert "| allreduce | 1 KiB |  | 1 (1-1) |  |  | 0 |" in lines
-    assert "| allreduce | 4 KiB | 1 (1-1) |  |  |  |  |" in lines
-    assert "| allreduce | 4 B | 1.5 / 2.25 | 1.5 / 2.25 |" in lines
-    assert not any(line.startswith("| allreduce | 4 KiB |") and "/" in line for line in lines)
-    pytest.importorskip("matplotlib")
-    report.plot(calls, tmp_path)
-    assert (tmp_path / "calls-loop.png").stat().st_size > 0

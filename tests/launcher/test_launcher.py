@@ -420,16 +420,6 @@ def test_launcher_is_killed(within, group, tmp_path, job):
         assert until(lambda: not list(folder.glob("jaxmpi-*")))
 
 
-@pytest.mark.nightly
-def test_launcher_is_killed_at_once(tmp_path, job):
-    """Before a rank has begun."""
-    for wait in (0.1, 0.4):
-        with started([*COMMAND, "-n", "2", "-c", "import time; time.sleep(1000)"], env=job) as process:
-            time.sleep(wait)
-            process.kill()
-        assert until(lambda: not processes(job)), wait
-
-
 def test_what_a_rank_leaves_behind_stays(tmp_path):
     """A process that it has started is no rank, and outlives the job if it wants to."""
     ended, stays = tmp_path / "ended", tmp_path / "stays"

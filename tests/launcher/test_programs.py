@@ -13,7 +13,6 @@ import types
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxmpi import run
@@ -570,21 +569,6 @@ def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
     paths = [str(EXAMPLES / f"{name}.py") for name in (*launched.SMALL_EXAMPLES, "regression")]
     program.write_text(f"import runpy\nfor path in {paths}:\n    runpy.run_path(path, run_name='__main__')\n")
     assert "loss 0.00204, slope 1.50, shift -0.41" in launch(ranks, program, **AS_USERS_DO).stdout
-
-
-@pytest.mark.nightly
-def test_overlap_in_shallow_water(tmp_path):
-    """The result depends neither on how many ranks computed it, nor on whether the rim is computed later."""
-    states = []
-    for ranks, more in ((1, ()), (3, ("--overlap",))):
-        file = tmp_path / f"{ranks}.npz"
-        arguments = ("--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state", file, *more)
-        launch(ranks, EXAMPLES / "shallow_water.py", *arguments, timeout=200)
-        with np.load(file) as data:
-            states.append({name: data[name] for name in data})
-    for name, least, tolerance in (("h", 0.1, 1e-3), ("u", 0.01, 1e-4), ("v", 0.01, 1e-4)):
-        assert np.ptp(states[0][name]) > least
-        np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
 
 
 _MAKE_AND_LOAD = """

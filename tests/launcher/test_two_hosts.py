@@ -61,7 +61,7 @@ def job(hosts, tmp_path):
             variables = {"HYDRA_HOST_FILE": hosts.file, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": hosts.agent}
         program = written(tmp_path, begin, rest)
         words = ("--ranks-per-node", "2", *more, *([f"--mpiexec-args={told}"] if options else []), program)
-        environment = {"TMPDIR": hosts.tmp, **({} if options or "HOME" in environment else variables), **environment}
+        environment = {"TMPDIR": hosts.tmp, **({} if options else variables), **environment}
         environment = {name: str(value) for name, value in environment.items()}
         return start(ranks, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
 
@@ -200,10 +200,8 @@ def test_what_waits_is_reported(job, late, options):
         assert f"jaxmpi: rank {rank} has been waiting for " in done.stderr
 
 
-@pytest.mark.parametrize("named", ["by options", "by a file of the MPI library's"])
-def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
-    """As of a cluster with one disk: the ranks of the second host leave it alone, and the table says where they are. So
-    it is where the launcher cannot know of that host, for a file of the MPI library's names it."""
+def test_hosts_that_see_one_folder(job, hosts, tmp_path):
+    """As of a cluster with one disk: the ranks of the second host leave it alone, and the table says where they are."""
     if not OPENMPI:
         pytest.skip("UCX, by which MPICH communicates, finds no way between hosts that seem to have two kernels")
     shared = hosts.folder / "shared"
@@ -211,17 +209,11 @@ def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
     # The hosts have one, by which machines are told apart.
     (tmp_path / "boot_id").write_text("01234567-89ab-cdef-0123-456789abcdef\n")
     known = "/proc/sys/kernel/random/boot_id"
-    options = named == "by options"
-    (tmp_path / ".prte").mkdir()
-    settings = f"prte_default_hostfile = {hosts.file}\nplm_ssh_agent = {hosts.agent}\n"
-    (tmp_path / ".prte" / "mca-params.conf").write_text(settings)
-    home = {} if options else {"HOME": str(tmp_path)}
     subprocess.run([*hosts.enter(NAMES[1]), "mount", "--bind", tmp_path / "boot_id", known], check=True)
     try:
         done = job("print(rank, 'in', folder, flush=True)\n"
                    "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
                    begin=f"import os\nfolder = os.environ.get('JAXMPI_JOB_FOLDER')\n{BEGIN}",
-                   options=options, **home,
                    TMPDIR=str(shared), JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
     finally:
         subprocess.run([*hosts.enter(NAMES[1]), "umount", known], check=True)

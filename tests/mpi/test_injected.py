@@ -115,29 +115,13 @@ add(x).block_until_ready()
 """
 
 OF_MESSAGES = ("MPI_Mprobe", "MPI_Get_count", "MPI_Mrecv")
-MADE = {
-    "allgather": ("MPI_Allgather",),
-    "allgatherv": ("MPI_Allgatherv",),
-    "allreduce": ("MPI_Allreduce",),
-    "alltoall": ("MPI_Alltoall",),
-    "alltoallv": ("MPI_Alltoallv",),
-    "barrier": ("MPI_Barrier",),
-    "bcast": ("MPI_Bcast",),
+COLLECTIVES = ("allgather", "allgatherv", "allreduce", "alltoall", "alltoallv", "barrier", "bcast", "exscan", "gather")
+COLLECTIVES += ("gatherv", "iallreduce", "ialltoall", "ibarrier", "ibcast", "reduce", "scan", "scatter", "scatterv")
+MADE = {name: (f"MPI_{name.capitalize()}",) for name in COLLECTIVES} | {
     "exchange": ("MPI_Irecv", "MPI_Isend", "MPI_Wait"),
     "long exchange": ("MPI_Irecv", "MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"),
-    "exscan": ("MPI_Exscan",),
-    "gather": ("MPI_Gather",),
-    "iallreduce": ("MPI_Iallreduce",),
-    "ialltoall": ("MPI_Ialltoall",),
-    "ibarrier": ("MPI_Ibarrier",),
-    "ibcast": ("MPI_Ibcast",),
-    "gatherv": ("MPI_Gatherv",),
-    "reduce": ("MPI_Reduce",),
     "reduce_scatter": ("MPI_Reduce_scatter_block",),
     "reduce_scatterv": ("MPI_Reduce_scatter",),
-    "scatterv": ("MPI_Scatterv",),
-    "scan": ("MPI_Scan",),
-    "scatter": ("MPI_Scatter",),
     "send": ("MPI_Send", *OF_MESSAGES),
     "sendrecv": ("MPI_Isend", *OF_MESSAGES, "MPI_Wait"),
 }
