@@ -62,10 +62,7 @@ SOON = "then(os.kill, os.getpid(), {}); "
 CAUGHT_BY_NOBODY = {
     "exception": ("raise KeyError('this')", "KeyError: 'this'"),
     "exception in jit": ("jax.jit(lambda x: 1 / 0)(x)", "ZeroDivisionError"),
-    "exception in a callback": (
-        "jax.block_until_ready(jax.pure_callback(lambda x: 1 / 0, x, x))",
-        "ZeroDivisionError",
-    ),
+    "exception in a callback": ("jax.block_until_ready(jax.pure_callback(lambda x: 1 / 0, x, x))", "ZeroDivisionError"),
     "exception whose text raises": (
         "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd",
         "uncaught exception on rank 1",
@@ -389,8 +386,7 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize(
-    ("why", "stubborn"),
-    [("rank 1 failed", True), ("mpiexec was told to end, and what it has started ended", False)],
+    ("why", "stubborn"), [("rank 1 failed", True), ("mpiexec was told to end, and what it has started ended", False)]
 )
 def test_mpiexec_that_does_not_end(why, stubborn, tmp_path, monkeypatch):
     """It is ended, some time after a rank has said that it aborts the job, or after a signal and the end of all that it

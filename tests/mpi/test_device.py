@@ -250,6 +250,11 @@ def program(tmp_path, *texts):
     return written(tmp_path, head, *texts)
 
 
+def in_jobs(test):
+    return on_device(pytest.mark.alone(pytest.mark.sampled(pytest.mark.seconds(200)(test))))
+
+
+leaves = pytest.mark.skipif(not simulated.LEAVES, reason="its errors are the operation's own")
 TOO_LONG = """
     def exchange():
         if rank == 0:
@@ -259,16 +264,13 @@ TOO_LONG = """
 """
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(200)
+@in_jobs
+@leaves
 @pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit", "eager"])
 def test_the_next_operation_says(tmp_path, kind):
     """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
     more = f"""
     result = exchange()
-    deferred = simulated.LEAVES
     f = lambda v: notoken.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
     f = {{"jaxmpi.jit": jaxmpi.jit, "jax.jit": jax.jit, "eager": lambda f: f}}[{kind!r}](f)
     said = ""
@@ -284,46 +286,33 @@ def test_the_next_operation_says(tmp_path, kind):
     assert (f(x) == x).all()
     print("said;", flush=True)
     """
-    if not simulated.LEAVES:
-        pytest.skip("its errors are the operation's own")
     assert launch(2, program(tmp_path, TOO_LONG, more)).stdout.count("said;") == 2
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(200)
+@in_jobs
+@leaves
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
 def test_the_end_says(tmp_path, end):
     """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
-    if not simulated.LEAVES:
-        pytest.skip("its errors are the operation's own")
     done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
     assert done.returncode != 0
     assert done.stderr.count("would be truncated") == 1
     assert ("it diverges" in done.stderr) == ("diverges" in end)
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(200)
+@in_jobs
 @pytest.mark.parametrize("value", ["on", "off", "auto"])
 def test_forced(tmp_path, value):
     """One warning in the job where device pointers are forced on a library that is not known to take them."""
-    path = tmp_path / "forced.py"
-    head = "import os\nos.environ['JAX_PLATFORMS'] = 'cuda,cpu'\n"
-    path.write_text(f"{head}import jaxmpi\nprint('aware', jaxmpi._mpi.library.DEVICES.aware, flush=True)\n")
+    program = "import jaxmpi; print('aware', jaxmpi._mpi.library.DEVICES.aware, flush=True)"
     clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_TRANSPORT") if name in os.environ}
-    done = launch(2, path, JAXMPI_DEVICE_MPI=value, **clean)
+    done = launch(2, "-c", program, JAXMPI_DEVICE_MPI=value, JAX_PLATFORMS="cuda,cpu", **clean)
     assert done.stdout.count(f"aware {value == 'on'}") == 2
     assert done.stderr.count("RuntimeWarning: jaxmpi: JAXMPI_DEVICE_MPI=on hands") == (value == "on")
     assert ("says no" in done.stderr) == (value == "on")
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
+@in_jobs
 def test_report():
     done = launch(1, "-m", "jaxmpi.info")
     aware = simulated.TRANSPORT == "aware"

@@ -227,11 +227,7 @@ CAUGHT_BY_NOBODY = {
         't = threading.Thread(target=lambda: calls["allgather"](x).block_until_ready()); t.start(); t.join()',
         "allgather",
     ),
-    "the comparison of ranks": (
-        "MPI_Isend:2",
-        'ways["loop"](calls["alltoall"])(x).block_until_ready()',
-        "alltoall",
-    ),
+    "the comparison of ranks": ("MPI_Isend:2", 'ways["loop"](calls["alltoall"])(x).block_until_ready()', "alltoall"),
 }
 """The call that fails on rank 1, in what, and the operation that is to be told."""
 
@@ -313,11 +309,7 @@ HANGING = {
         rf"on rank [01] of 2: MPI_Mprobe failed: {TEXT}. This rank waits until its own message is received\n(.*\n)*"
         r".*has been waiting for",
     ),
-    "no abort": (
-        f"MPI_Wait:1:hang@1 MPI_Abort:1:fail={CODE}@1",
-        'calls["sendrecv"](x)',
-        WAITED.format(1, "sendrecv"),
-    ),
+    "no abort": (f"MPI_Wait:1:hang@1 MPI_Abort:1:fail={CODE}@1", 'calls["sendrecv"](x)', WAITED.format(1, "sendrecv")),
 }
 
 

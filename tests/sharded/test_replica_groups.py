@@ -299,10 +299,7 @@ PROGRAMS = [
     (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p")),
     (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p]")),
     (HEADER + ", num_partitions=4", GOOD.replace("all-reduce", "all-reduce{1}")),
-    (
-        HEADER + ", num_partitions=4",
-        "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0,4}}",
-    ),
+    (HEADER + ", num_partitions=4", "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0,4}}"),
     (HEADER + ", num_partitions=4", "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0}}"),
 ]
 
