@@ -26,6 +26,7 @@ from support.rows import each, one_each_time
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
 COMMAND = [sys.executable, "-m", "jaxmpi.run"]
+OPENMPI = run.flavour(run.find_mpiexec()) == "openmpi"
 
 
 @pytest.fixture
@@ -335,21 +336,6 @@ def test_what_holds_stderr_open_is_not_waited_for(tmp_path):
     os.kill(int(done.stdout), signal.SIGKILL)  # it is still there
 
 
-FAILS = """
-import os, sys, time
-from mpi4py import MPI
-rank = MPI.COMM_WORLD.rank
-MPI.COMM_WORLD.Barrier()
-if rank == 1:
-    {}
-time.sleep(100)
-"""
-
-
-def is_openmpi():
-    return run.flavour(run.find_mpiexec()) == "openmpi"
-
-
 WHO = "jaxmpi.run: rank 1 ended the job with code"
 LAST = {
     "raise KeyError('this')": (1, ("KeyError: 'this'", f"{WHO} 1: KeyError: 'this'")),
@@ -429,7 +415,7 @@ def test_what_a_rank_leaves_behind_stays(tmp_path):
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], {files})"
     assert finished([*COMMAND, "-n", "1", "-c", program]).returncode == 0
     ended.touch()
-    assert not is_openmpi() or until(stays.exists)
+    assert not OPENMPI or until(stays.exists)
 
 
 # --- input, places, names -----------------------------------------------------------------------------------------
@@ -485,7 +471,7 @@ def test_long_path_of_the_folder_and_no_home(tmp_path):
 def test_no_place_for_files():
     """It is said before Open MPI says it by pages; MPICH needs none."""
     done = launch(1, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)", check=False, TMPDIR="/proc")
-    if is_openmpi():
+    if OPENMPI:
         assert done.returncode != 0
         assert done.stderr.startswith("jaxmpi.run: TMPDIR=/proc: ")
         assert "Set TMPDIR to a folder with room" in done.stderr.splitlines()[0]
