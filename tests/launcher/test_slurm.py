@@ -134,8 +134,10 @@ def test_batch(cluster, script, ranks):
 
 SHARDED = {
     "srun, mpi": "import jaxmpi.sharded\njaxmpi.sharded.install()\n",
+    "srun, gloo": "import jaxmpi.sharded\njaxmpi.sharded.install('gloo')\n",
     "srun, initialize": "import jax, jaxmpi\njax.distributed.initialize()\n",
     "launcher, mpi": "",
+    "launcher, gloo": "",
     "launcher, mpi, initialize": "import jax\njax.distributed.initialize()\n",
     "launcher, mpi, one host": "",
 }

@@ -110,12 +110,7 @@ def test_error_and_recovery(call, tmp_path):
     text, operation = FAILING[call]
     if operation.startswith("io."):
         pytest.importorskip("zarr")
-    done = survive(
-        tmp_path,
-        3,
-        f"folder = {str(tmp_path / 'states')!r}",
-        f"operation, call = {operation!r}, lambda: {text}",
-        """
+    program = """
         from jaxmpi import io
         def add(x): return notoken.allreduce(x, MPI.SUM)
         comm, grid = jaxmpi.get_default(), jaxmpi.Grid((size,), (3 * size,), periodic=True)
@@ -137,8 +132,9 @@ def test_error_and_recovery(call, tmp_path):
             old = error.comm
         comm = jaxmpi.recover()
         told("sum", notoken.allreduce(x, MPI.SUM)[0], jaxmpi.lost(old, comm))
-        """,
-    )
+    """
+    setting = f"folder, operation, call = {str(tmp_path / 'states')!r}, {operation!r}, lambda: {text}"
+    done = survive(tmp_path, 3, setting, program)
     assert f"rank 0: failed in {operation} True True" in done.stdout, done.stdout + done.stderr
     assert "rank 2: failed in recv True True" in done.stdout
     assert done.stdout.count("sum 2.0 (1,)") == 2
@@ -179,10 +175,7 @@ def test_each_end_of_a_rank(how, tmp_path):
 @needs_openmpi
 def test_nothing_of_the_old_one_is_left(tmp_path):
     """Requests in flight are given up, a wait for one says so, and so does what was made on the old communicator."""
-    done = survive(
-        tmp_path,
-        3,
-        """
+    program = """
         old = WORLD.Dup()
         grid = jaxmpi.Grid((3,), (9,), periodic=True, comm=old)
         grid.exchange(jnp.ones(5)).block_until_ready()
@@ -227,8 +220,8 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
         rows = np.asarray(index.exchange(jnp.asarray([10.0 * comm.rank, 1, 0])))
         assert rows[2] == 10 * (1 - comm.rank), rows
         told("right")
-        """,
-    )
+    """
+    done = survive(tmp_path, 3, program)
     assert done.stdout.count(": right") == 2, done.stdout + done.stderr
     assert "never waited" not in done.stderr
     assert done.returncode == 77
@@ -239,10 +232,7 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
 def test_agreed_or_recovered(spare, tmp_path):
     """A rank is in `recover` while another one still agrees at the end of a block: that one raises, too. If a rank
     leaves a block by an exception of its own, no other waits for it."""
-    done = survive(
-        tmp_path,
-        4,
-        """
+    program = """
         jaxmpi.get_default()
         agreed = jaxmpi.survive(uniform=True)(lambda x: notoken.allreduce(x, MPI.SUM))
         if rank < 4: assert float(agreed(x)[0]) == 4  # not a spare one, which has stepped in
@@ -264,9 +254,8 @@ def test_agreed_or_recovered(spare, tmp_path):
                 notoken.barrier()
         except (jaxmpi.ProcessFailed, KeyError) as error:
             told("then", type(error).__name__, jaxmpi.recover().size)
-        """,
-        spare=spare,
-    )
+    """
+    done = survive(tmp_path, 4, program, spare=spare)
     left = 3 + spare
     assert done.stdout.count(f"left {left}") == 3, done.stdout + done.stderr
     assert done.stdout.count(f"sum {left}.0") == left
@@ -293,11 +282,7 @@ DEATHS = {
 def test_spares(deaths, tmp_path):
     """Spare ranks get the numbers of those that have died, and the others keep theirs."""
     ranks, spare, rounds, expected, *ends = DEATHS[deaths]
-    done = survive(
-        tmp_path,
-        ranks,
-        f"rounds, size = {rounds}, {ranks}\nif rank in {ends}: sys.exit()",
-        """
+    program = """
         import threading
         def later(): time.sleep(2); die()
         if rank >= size and rank in rounds[0]: threading.Thread(target=later, daemon=True).start()
@@ -321,8 +306,9 @@ def test_spares(deaths, tmp_path):
             except jaxmpi.ProcessFailed:
                 comm, members = jaxmpi.recover(), None
         told("of", members, "of", np.asarray(notoken.allgather(jnp.int32(rank))).tolist())
-        """,
-        spare=spare,
+    """
+    done = survive(
+        tmp_path, ranks, f"rounds, size = {rounds}, {ranks}\nif rank in {ends}: sys.exit()", program, spare=spare
     )
     assert done.stdout.count(f"of {expected} of {expected}") == len(expected), done.stdout + done.stderr
     dead = sum(map(len, rounds))
@@ -336,10 +322,7 @@ def test_spares(deaths, tmp_path):
 def test_first_save_is_interrupted(tmp_path):
     """A rank dies before it sends its blocks of the first save. The next one is another for all ranks, also for those
     that have stepped in since, which have had none, and have the numbers of those that have died."""
-    done = survive(
-        tmp_path,
-        3,
-        """
+    program = """
         comm = jaxmpi.get_default()
         grid = jaxmpi.Grid((0,), (6,))
         replica = jaxmpi.Replica(x[:2], grid=grid, save=False)
@@ -359,9 +342,8 @@ def test_first_save_is_interrupted(tmp_path):
             except jaxmpi.ProcessFailed:
                 comm = jaxmpi.recover()
                 grid = jaxmpi.Grid((0,), (6,))
-        """,
-        spare=2,
-    )
+    """
+    done = survive(tmp_path, 3, program, spare=2)
     told = re.findall(r"rank (\d): restored (.*)", done.stdout)
     for turn, (members, restored) in enumerate((([0, 1, 2], None), ([0, 3, 2], None), ([0, 3, 4], [3.0, 3.0]))):
         expected = [(str(rank), f"{restored} by {members}") for rank in sorted(members)]
@@ -554,10 +536,7 @@ def test_example(kept, spare, tmp_path):
 @pytest.mark.parametrize("spare", one_each_time([0, 1], 0))
 def test_checks_do_not_keep_ranks(spare, tmp_path):
     """With JAXMPI_CHECK=1 ranks wait without end for the comparison of their calls: not for one that is at its end."""
-    done = survive(
-        tmp_path,
-        3,
-        """
+    program = """
         jaxmpi.get_default()
         if rank < 3:
             notoken.allreduce(x, MPI.SUM).block_until_ready()
@@ -569,10 +548,8 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
             comm = jaxmpi.recover()
             told("failed in", error.operation, set(error.ranks) <= {2}, jaxmpi.lost(error.comm, comm))
         for _ in range(5): told("sum", float(notoken.allreduce(x, MPI.SUM)[0]))
-        """,
-        spare=spare,
-        JAXMPI_CHECK="1",
-    )
+    """
+    done = survive(tmp_path, 3, program, spare=spare, JAXMPI_CHECK="1")
     left = 2 + spare
     assert done.stdout.count(f"sum {left}.0") == 5 * left, done.stdout + done.stderr
     assert done.stdout.count("failed in allreduce True (2,)") == 2
@@ -585,10 +562,7 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
 def test_wrong_arguments(tmp_path):
     """Errors that say what to do, and the job goes on: nothing of the package itself is taken away from it. What has
     spare ranks is not recovered: they wait, would never call it, take no core, and end with the others."""
-    done = survive(
-        tmp_path,
-        2,
-        """
+    program = """
         import atexit
         begin = time.process_time()
         try:
@@ -630,9 +604,8 @@ def test_wrong_arguments(tmp_path):
                 assert text in str(error), error
         told("sum", notoken.allreduce(x, MPI.SUM)[0])
         told("sum", notoken.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)[0])
-        """,
-        spare=1,
-    )
+    """
+    done = survive(tmp_path, 2, program, spare=1)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert done.stdout.count("rank 2: released") == 1
     assert "took" not in done.stdout
@@ -647,10 +620,7 @@ def test_arrays_that_are_lost(then, uniform, tmp_path):
     """A computation fails after its call has returned, and a later call only warns of it: the end of the block raises.
     Its result is then an error that is no ProcessFailed, or a program would recover for ever; and no other rank waits
     for one that has used it."""
-    done = survive(
-        tmp_path,
-        3,
-        f"""
+    program = f"""
         def slow(x):
             y = jax.lax.fori_loop(0, 8, lambda _, a: jnp.tanh(a @ a), jnp.eye(400) + x[0] * 0)
             return notoken.allreduce(x + y[0, 0] * 0, MPI.SUM)
@@ -675,8 +645,8 @@ def test_arrays_that_are_lost(then, uniform, tmp_path):
                 told("lost in turn", turn)
                 jaxmpi.recover()
                 x = kept
-        """,
-    )
+    """
+    done = survive(tmp_path, 3, program)
     assert done.stdout.count("raised in turn 0") == 2, done.stdout + done.stderr
     assert done.stdout.count("lost in turn 1") == 1
     assert done.stdout.count("sum 2.0 4.0") == 2
@@ -686,10 +656,7 @@ def test_arrays_that_are_lost(then, uniform, tmp_path):
 @at_night
 def test_recover_is_reported(tmp_path):
     """It waits for a rank that has ended, or does not come, and the table says of each rank what it does."""
-    done = survive(
-        tmp_path,
-        4,
-        """
+    program = """
         notoken.barrier()
         all_have_come()
         if rank == 1: sys.exit(0)
@@ -698,10 +665,8 @@ def test_recover_is_reported(tmp_path):
         except jaxmpi.ProcessFailed: pass
         if rank == 3: time.sleep(12); sys.exit(5)
         jaxmpi.recover()
-        """,
-        JAXMPI_TIMEOUT="3",
-        JAXMPI_TIMEOUT_ACTION="abort",
-    )
+    """
+    done = survive(tmp_path, 4, program, JAXMPI_TIMEOUT="3", JAXMPI_TIMEOUT_ACTION="abort")
     assert re.search(r"rank 0 has been waiting for 3\S* s in recover", done.stderr), done.stderr
     assert "rank 0: waits in recover, on" in done.stderr
     assert "rank 1: has ended" in done.stderr
