@@ -131,9 +131,7 @@ def test_no_thread_can_be_started(tmp_path, monkeypatch):
 
 def test_ranks_that_a_signal_ends_though_mpiexec_says_nothing(tmp_path):
     """As that of Open MPI, if what it has started on other machines gets the signal as well: a job of Slurm."""
-    done = fake(
-        tmp_path,
-        """
+    text = """
         ranks = [rank(r, stdout=subprocess.PIPE) for r in (0, 1)]
         for process in ranks: process.stdout.readline()
         def end(*_):
@@ -144,9 +142,8 @@ def test_ranks_that_a_signal_ends_though_mpiexec_says_nothing(tmp_path):
         signal.signal(signal.SIGTERM, end)
         os.kill(os.getppid(), signal.SIGTERM)
         time.sleep(1000)
-        """,
-        program="import time; print('begins', flush=True); time.sleep(1000)",
-    )
+    """
+    done = fake(tmp_path, text, program="import time; print('begins', flush=True); time.sleep(1000)")
     assert done.returncode == 128 + signal.SIGTERM
     assert done.stderr == b"jaxmpi.run: ended by SIGTERM\n"
 

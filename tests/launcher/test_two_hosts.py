@@ -72,15 +72,12 @@ def job(hosts, tmp_path):
 def test_variables_and_folder(job, tmp_path, monkeypatch):
     """They are the same on both hosts, though the agent passes neither."""
     monkeypatch.chdir(tmp_path)
-    done = job(
-        """
+    program = """
         names = ("JAXMPI_TIMEOUT", "JAXMPI_CHECK", "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS")
         print(rank, os.getcwd(), *(os.environ.get(name) for name in names), flush=True)
-        """,
-        JAXMPI_TIMEOUT="17",
-        JAXMPI_CHECK="1",
-        XLA_FLAGS="--xla_cpu_enable_fast_math=false",
-        PJRT_NPROC="3",
+    """
+    done = job(
+        program, JAXMPI_TIMEOUT="17", JAXMPI_CHECK="1", XLA_FLAGS="--xla_cpu_enable_fast_math=false", PJRT_NPROC="3"
     )
     assert done.returncode == 0, done.stderr
     for rank in range(4):
@@ -91,18 +88,14 @@ def test_variables_and_folder(job, tmp_path, monkeypatch):
 @pytest.mark.parametrize("collectives", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_sharded_program(job, collectives):
     """JAX's coordinator is found from the other host, whose names none can resolve."""
-    done = job(
-        """
+    program = """
         import jax, socket
         from jax.sharding import NamedSharding, PartitionSpec as P
         rows = NamedSharding(jax.make_mesh((4,), ("p",)), P("p"))
         x = jax.make_array_from_callback((4,), rows, lambda i: jax.numpy.arange(4.0)[i])
         print(jax.process_index(), "on", socket.gethostname(), "sum", float(jax.jit(jax.numpy.sum)(x)), flush=True)
-        """,
-        "--collectives",
-        collectives,
-        begin="",
-    )
+    """
+    done = job(program, "--collectives", collectives, begin="")
     assert done.returncode == 0, done.stderr
     for rank in range(4):
         assert f"{rank} on {NAMES[rank // 2]} sum 6.0\n" in done.stdout
@@ -133,8 +126,7 @@ def test_others_survive(deaths, job):
     """Ranks of either host die, and those of both recover. Each death is told once, by the launcher or by them."""
     who, how, told, status = DEATHS[deaths]
     left = 2 if "all" in deaths else 3
-    done = job(
-        f"""
+    program = f"""
         import jaxmpi
         if {who}: {how}
         total = None
@@ -144,9 +136,8 @@ def test_others_survive(deaths, job):
             except jaxmpi.ProcessFailed:
                 jaxmpi.recover()
         print("rank", rank, "then", total, flush=True)
-        """,
-        "--survive",
-    )
+    """
+    done = job(program, "--survive")
     assert done.stdout.count(f"then {left}.0") == left, done.stdout + done.stderr
     assert done.stderr.count(told) == 1, done.stderr
     assert status == 77 or "all ranks of this machine are lost. The status is 1" in done.stderr
@@ -156,8 +147,7 @@ def test_others_survive(deaths, job):
 @survives
 def test_spare_of_the_other_host(job):
     """It gets the number of a rank of the first host, and tells it itself."""
-    done = job(
-        """
+    program = """
         import jaxmpi
         comm = jaxmpi.get_default()
         if rank == 0: os.kill(os.getpid(), 9)
@@ -166,13 +156,8 @@ def test_spare_of_the_other_host(job):
         except jaxmpi.ProcessFailed:
             comm = jaxmpi.recover()
         print("rank", rank, "is", comm.rank, "of", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
-        """,
-        "--survive",
-        "--spare",
-        "1",
-        ranks=3,
-        begin=IMPORTS,
-    )
+    """
+    done = job(program, "--survive", "--spare", "1", ranks=3, begin=IMPORTS)
     for line in ("rank 1 is 1 of 3.0", "rank 2 is 2 of 3.0", "rank 3 is 0 of 3.0"):
         assert line in done.stdout, done.stdout + done.stderr
     assert done.stderr.count("rank 3, which was spare, is rank 0 of the default communicator") == 1
