@@ -220,14 +220,3 @@ def test_glossary():
     sources = " ".join(re.sub(r"[\s*#]+", " ", path.read_text()) for path in files)
     missing = [name for name in names if not re.search(rf"\b{re.escape(name)}", sources, re.IGNORECASE)]
     assert not missing
-
-
-def test_one_version():
-    """What pip, Meson and those who cite it read is one version."""
-    places = {
-        "pyproject.toml": '^version = "(.+)"',
-        "meson.build": "^  version: '(.+)',",
-        "CITATION.cff": "^version: (.+)",
-    }
-    found = {re.search(text, (ROOT / name).read_text(), re.MULTILINE).group(1) for name, text in places.items()}
-    assert len(found) == 1, found

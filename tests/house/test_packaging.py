@@ -63,6 +63,8 @@ def conda(section):
 
 def test_version():
     version = stated("version")
+    assert f"  version: '{version}',\n" in (ROOT / "meson.build").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     recipe, told = spack()
     assert [arguments for name, arguments, _ in told if name == "version"] == [(version,)]
     assert recipe.url == f"file://{ROOT}/dist/jaxmpi-{version}.tar.gz"
