@@ -1,6 +1,7 @@
 """Arrays in a device's memory: what is detected and decided; on a simulated device chunks, deferred errors, the report.
 
-What the operations do there is said by the other suites, run on a simulated device: `make test-device`.
+What the operations do there is said by the other suites, run on a simulated device: `make test-device`; what happens
+as the driver fails by tests/device/test_device.c.
 """
 
 import os
@@ -18,7 +19,6 @@ from jaxmpi._mpi.settings import Settings
 from support import simulated
 from support.launch import launch, written
 from support.rows import each
-from support.table import CASES
 
 on_device = pytest.mark.skipif(not simulated.TRANSPORT, reason="needs the simulated device: make test-device")
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.0"
@@ -201,36 +201,6 @@ def test_chunks(count, own, rank, size):
     )
     loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: notoken.allreduce(w, MPI.SUM, comm=comm) / size, v))
     np.testing.assert_allclose(loop(x), y / size, rtol=1e-12)
-
-
-DRIVER = ["CtxPopCurrent", "CtxPushCurrent", "EventRecord", "EventSynchronize", "LaunchHostFunc", "MemcpyDtoHAsync"]
-DRIVER += ["MemcpyHtoDAsync", "StreamGetCtx"]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_driver_fails(device, case):
-    """Each function of the driver that an operation calls: its failure is an exception with the driver's own text."""
-    x = jnp.asarray(case.inputs((3,), np.float32, 1, 0)[0])
-
-    def on(comm):
-        return jax.jit(lambda x: case.call(x, comm, 0))
-
-    call = on(MPI.COMM_SELF)
-    expected = np.asarray(call(x))
-    failed = 0
-    for function in DRIVER:
-        # Of two starts one may be left, and have what is for the next on its communicator.
-        fails = call
-        if case.name == "irecv":
-            fails = on(MPI.COMM_SELF.Dup())
-            fails(x)
-        if said := device.failing(f"cu{function}", lambda fails=fails: fails(x).block_until_ready()):
-            assert f"cu{function} failed: CUDA_ERROR_OUT_OF_MEMORY, code 2" in said
-            assert "jaxmpi." in said
-            assert "rank 0 of 1" in said
-            failed += 1
-        np.testing.assert_array_equal(call(x), expected)
-    assert failed > 4
 
 
 def program(tmp_path, *texts):
