@@ -649,11 +649,7 @@ def test_compilation_cache(script, tmp_path):
             on_split()
             print("split", counts, end=";")
     """)
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}  # tests/conftest.py sets the others
     said = launch(2, program, "first", **settings).stdout
     assert len(re.findall(r"default {'hits': \d+, 'misses': [1-9]\d*}", said)) == 2, said
     again = launch(2, program, "first", **settings).stdout
