@@ -56,11 +56,8 @@ def _imported(name, tree, names):
             continue
         inner = [module.removeprefix("jaxmpi.") for module in found if module.startswith("jaxmpi.")]
         # The more special name comes first: of `from a import b`, where b is a module, it is a.b.
-        yield from (
-            [module for module in inner if module in names][:1]
-            if isinstance(node, ast.ImportFrom)
-            else [module for module in inner if module in names]
-        )
+        found = [module for module in inner if module in names]
+        yield from found[:1] if isinstance(node, ast.ImportFrom) else found
 
 
 @functools.cache

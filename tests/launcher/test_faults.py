@@ -112,29 +112,21 @@ def test_fault_of_one_rank(fault, tmp_path):
 
 
 WHILE_OTHERS = {
-    "compute in Python": ("while True: sum(range(100))", SOON.format(9) + "time.sleep(99)", ""),
-    "compute in XLA": (
-        "for_ever(x).block_until_ready()",
-        "time.sleep(0.5); raise KeyError('this')",
-        "KeyError: 'this'",
-    ),
-    "communicate in a loop": ("halved_for_ever(x).block_until_ready()", SOON.format(9) + "halved_for_ever(x)", ""),
-    "never end": (
-        "threading.Thread(target=time.sleep, args=(1000,)).start()",
-        "time.sleep(0.5); sys.exit('no input')",
-        "no input",
-    ),
+    "compute in Python": ("while True: sum(range(100))", SOON.format(9) + "time.sleep(99)"),
+    "compute in XLA": ("for_ever(x).block_until_ready()", "time.sleep(0.5); sys.exit('no input')"),
+    "communicate in a loop": ("halved_for_ever(x).block_until_ready()", SOON.format(9) + "halved_for_ever(x)"),
+    "never end": ("threading.Thread(target=time.sleep, args=(999,)).start()", "time.sleep(0.5); sys.exit('no input')"),
 }
-"""What ranks 0 and 2 do, what rank 1 does, and what is to be told."""
+"""What ranks 0 and 2 do, and what rank 1 does."""
 
 
 @pytest.mark.parametrize("what", one_each_time(WHILE_OTHERS, "never end"))
 def test_fault_while_others(what, tmp_path):
     """The others wait for nobody: they are ended nevertheless."""
-    others, does, told = WHILE_OTHERS[what]
+    others, does = WHILE_OTHERS[what]
     done = launch(3, written(tmp_path, BEGIN, f"if rank == 1:\n    {does}\n{others}"), check=False, timeout=SECONDS)
     assert done.returncode != 0
-    assert told in done.stderr
+    assert "exit" not in does or "no input" in done.stderr
 
 
 def test_page_has_all_faults():
@@ -265,23 +257,18 @@ def test_operations_in_a_child_of_fork(tmp_path):
     errors_page.goes_on("a child of `fork` communicates")
 
 
+CALLED_AT = "called at {program}:{line} (again)"
 WAITING = {
     "eager": ("add(x)", ""),
     "eager message": (
         "notoken.recv(x, 0, tag=7)",
         "in recv of 3 float32, source 0, tag 7, as rank 1 of 2 on the default",
     ),
-    "jit": ("jax.block_until_ready(again(x))", "called at {program}:{line} (again)"),
-    "jaxmpi.jit": ("jax.block_until_ready(jaxmpi.jit(again)(x))", "called at {program}:{line} (again)"),
+    "jit": ("jax.block_until_ready(again(x))", CALLED_AT),
+    "jaxmpi.jit": ("jax.block_until_ready(jaxmpi.jit(again)(x))", CALLED_AT),
     "loop": ("jax.block_until_ready(jax.lax.fori_loop(0, 3, lambda i, x: again(x), x))", "called at {program}:{line}"),
-    "derivative": (
-        "def f(x): return (again(x) ** 3).sum()\nhere(f(x))\njax.block_until_ready(jax.jit(jax.grad(f))(x))",
-        "called at {program}:{line} (again)",
-    ),
-    "thread": (
-        "t = threading.Thread(target=lambda: add(x).block_until_ready()); t.start(); t.join()",
-        "Python is at {program}",
-    ),
+    "derivative": ("f = lambda x: (again(x) ** 3).sum()\nhere(f(x))\nhere(jax.jit(jax.grad(f))(x))", CALLED_AT),
+    "thread": ("t = threading.Thread(target=lambda: here(add(x))); t.start(); t.join()", "Python is at {program}"),
     "named communicator": ("notoken.allreduce(x, MPI.SUM, comm=named)", "as rank 1 of 2 on halo"),
 }
 """What rank 1 does while rank 0 sleeps, and what is to be told of it besides the operation."""
@@ -301,7 +288,7 @@ def test_what_waits_is_reported(way, tmp_path):
         def here(y):
             y.block_until_ready()
     """
-    both = "if rank == 0 and 'here(' in sys.argv[1]: again(x).block_until_ready()\nif rank == 0: time.sleep(1000)"
+    both = "if rank == 0 and 'grad' in sys.argv[1]: again(x).block_until_ready()\nif rank == 0: time.sleep(1000)"
     program = written(tmp_path, BEGIN, functions, both, does)
     line = 1 + program.read_text().splitlines().index("    return notoken.allreduce(x, MPI.SUM)  # this line")
     limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort"}
@@ -312,12 +299,10 @@ def test_what_waits_is_reported(way, tmp_path):
     assert "rank 0 has" not in done.stderr
 
 
+IN_PYTHON = "rank 1: is in no operation; Python is at {program}:{line} (<module>)"
 ELSEWHERE = {
-    "late": ("time.sleep(1000)", "rank 1: is in no operation; Python is at {program}:{line} (<module>)"),
-    "in a call that keeps the interpreter": (
-        "import ctypes; ctypes.PyDLL(None).sleep(1000)",
-        "rank 1: is in no operation; Python is at {program}:{line} (<module>)",
-    ),
+    "late": ("time.sleep(1000)", IN_PYTHON),
+    "in a call that keeps the interpreter": ("import ctypes; ctypes.PyDLL(None).sleep(1000)", IN_PYTHON),
     "in another operation, on a name of two lines": (
         "own = MPI.COMM_SELF.Dup(); own.Set_name('two\\nlines'); notoken.recv(x, 0, comm=own)",
         "rank 1: waits in recv of 3 float32, source 0, any tag, on two lines;",

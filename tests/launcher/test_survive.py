@@ -307,9 +307,8 @@ def test_spares(deaths, tmp_path):
                 comm, members = jaxmpi.recover(), None
         told("of", members, "of", np.asarray(notoken.allgather(jnp.int32(rank))).tolist())
     """
-    done = survive(
-        tmp_path, ranks, f"rounds, size = {rounds}, {ranks}\nif rank in {ends}: sys.exit()", program, spare=spare
-    )
+    setting = f"rounds, size = {rounds}, {ranks}\nif rank in {ends}: sys.exit()"
+    done = survive(tmp_path, ranks, setting, program, spare=spare)
     assert done.stdout.count(f"of {expected} of {expected}") == len(expected), done.stdout + done.stderr
     dead = sum(map(len, rounds))
     stepped_in = {rank for rank in [*expected, *itertools.chain(*rounds[1:])] if rank >= ranks}

@@ -63,6 +63,7 @@ rank, size = comm.rank, comm.size
 x = jnp.arange(1.0, 4.0)
 grid = jaxmpi.Grid((size,), (size,), periodic=True)
 table = lambda x: jnp.stack([x] * size)
+here = jax.block_until_ready
 inject = lambda rules: ctypes.CDLL(os.environ["LD_PRELOAD"]).inject(rules.encode())
 
 def barrier(x):
@@ -210,12 +211,8 @@ print("not reached")
 """
 
 CAUGHT_BY_NOBODY = {
-    "a loop in jax.jit": ("MPI_Scan:2", 'ways["loop in jax.jit"](calls["scan"])(x).block_until_ready()', "scan"),
-    "a derivative": (
-        "MPI_Reduce:1",
-        'jax.jit(jax.grad(lambda x: (calls["bcast"](x) ** 3).sum()))(x).block_until_ready()',
-        "reduce",
-    ),
+    "a loop in jax.jit": ("MPI_Scan:2", 'here(ways["loop in jax.jit"](calls["scan"])(x))', "scan"),
+    "a derivative": ("MPI_Reduce:1", 'here(jax.jit(jax.grad(lambda x: (calls["bcast"](x) ** 3).sum()))(x))', "reduce"),
     "a result that is not used": (
         "MPI_Allreduce:1",
         "y = jax.jit(lambda x: add(jax.lax.fori_loop(0, 20000, lambda i, v: jnp.sin(v), jnp.ones(9999)) + x[0]))(x)\n"
@@ -224,10 +221,10 @@ CAUGHT_BY_NOBODY = {
     ),
     "a thread": (
         "MPI_Allgather:1",
-        't = threading.Thread(target=lambda: calls["allgather"](x).block_until_ready()); t.start(); t.join()',
+        't = threading.Thread(target=lambda: here(calls["allgather"](x))); t.start(); t.join()',
         "allgather",
     ),
-    "the comparison of ranks": ("MPI_Isend:2", 'ways["loop"](calls["alltoall"])(x).block_until_ready()', "alltoall"),
+    "the comparison of ranks": ("MPI_Isend:2", 'here(ways["loop"](calls["alltoall"])(x))', "alltoall"),
 }
 """The call that fails on rank 1, in what, and the operation that is to be told."""
 
@@ -295,11 +292,7 @@ def test_late(call, library, tmp_path):
 WAITED = "jaxmpi: rank {} has been waiting for .* s in {} of 3 float"
 HANGING = {
     "eager": ("MPI_Gather:1:hang@1", 'calls["gather"](x)', WAITED.format(1, "gather")),
-    "a loop in jax.jit": (
-        "MPI_Scatter:2:hang@1",
-        'ways["loop in jax.jit"](calls["scatter"])(x)',
-        WAITED.format(1, "scatter"),
-    ),
+    "jax.jit": ("MPI_Scatter:1:hang@1", 'ways["jax.jit"](calls["scatter"])(x)', WAITED.format(1, "scatter")),
     # Rank 0 waits as well, and may tell so and end the job first.
     "the comparison of ranks": ("MPI_Isend:2:hang@1", 'ways["loop"](calls["scan"])(x)', WAITED.format("[01]", "scan")),
     # Each waits until the other has its message, which is never; so the error is told before.
