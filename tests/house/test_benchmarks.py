@@ -9,6 +9,7 @@ import pytest
 
 from support.launch import launch
 
+pytestmark = pytest.mark.alone
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 START = f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nimport contenders\nfrom contenders import Contender\n"
 
@@ -32,7 +33,6 @@ def load(name):
     return module
 
 
-@pytest.mark.alone
 def test_wrong_jaxmpi_is_an_error(tmp_path):
     program, output = tmp_path / "program.py", tmp_path / "calls.json"
     program.write_text(f"{START}{WRONG_JAXMPI}import calls\ncalls.main()\n")
@@ -48,7 +48,6 @@ def test_wrong_jaxmpi_is_an_error(tmp_path):
     assert figures["algbw_GBps"] == figures["busbw_GBps"] == pytest.approx(4096 / seconds / 1e9)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("operation", "nbytes", "ranks", "algorithm", "bus"),
     [

@@ -16,17 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import run
 from jaxmpi._launcher import guard, monitor
 from programs import errors_page
 from support import limits
-from support.launch import end_what_is_left, launch, outside_of_a_job, started, written
+from support.launch import end_what_is_left, is_openmpi, launch, outside_of_a_job, started, until, written
 from support.rows import each, one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
 COMMAND = [sys.executable, "-m", "jaxmpi.run"]
-OPENMPI = run.flavour(run.find_mpiexec()) == "openmpi"
 
 
 @pytest.fixture
@@ -39,13 +37,6 @@ def job():
 
 def processes(environment):
     return limits.processes(f"JAXMPI_TEST_JOB={environment['JAXMPI_TEST_JOB']}")
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 FAKE = """\
@@ -412,7 +403,7 @@ def test_what_a_rank_leaves_behind_stays(tmp_path):
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], {files})"
     assert finished([*COMMAND, "-n", "1", "-c", program]).returncode == 0
     ended.touch()
-    assert not OPENMPI or until(stays.exists)
+    assert not is_openmpi() or until(stays.exists)
 
 
 # --- input, places, names -----------------------------------------------------------------------------------------
@@ -468,7 +459,7 @@ def test_long_path_of_the_folder_and_no_home(tmp_path):
 def test_no_place_for_files():
     """It is said before Open MPI says it by pages; MPICH needs none."""
     done = launch(1, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)", check=False, TMPDIR="/proc")
-    if OPENMPI:
+    if is_openmpi():
         assert done.returncode != 0
         assert done.stderr.startswith("jaxmpi.run: TMPDIR=/proc: ")
         assert "Set TMPDIR to a folder with room" in done.stderr.splitlines()[0]

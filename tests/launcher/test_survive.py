@@ -6,23 +6,19 @@ wrong arguments. The others are of what docs/survive.md says.
 
 import itertools
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxmpi import run
-from support.launch import launch, written
+from support.launch import is_openmpi, launch, written
 from support.rows import each, one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(150)]
 TESTS = Path(__file__).resolve().parents[1]
 SECONDS = 90
 
-needs_openmpi = pytest.mark.skipif(
-    run.flavour(run.find_mpiexec() or "") != "openmpi", reason="jobs of Open MPI alone go on without a rank"
-)
+needs_openmpi = pytest.mark.skipif(not is_openmpi(), reason="jobs of Open MPI alone go on without a rank")
 
 
 def at_night(test):
@@ -491,7 +487,6 @@ def test_what_is_told(job, tmp_path):
     assert done.returncode == status
 
 
-@pytest.mark.skipif(shutil.which("mpiexec") is None and run.find_mpiexec() is None, reason="no mpiexec")
 @needs_openmpi
 def test_command():
     """Both that of the launcher's own placement and the user's."""

@@ -10,16 +10,14 @@ import time
 
 import pytest
 
-from jaxmpi import run
 from programs import errors_page
-from support.launch import begin, launch, outside_of_a_job, written
+from support.launch import begin, is_openmpi, launch, outside_of_a_job, until, written
 from support.rows import one_each_time
 from support.two_hosts import NAMES, two_hosts
 
-OPENMPI = run.flavour(run.find_mpiexec() or "") == "openmpi"
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
-survives = pytest.mark.skipif(not OPENMPI, reason="jobs of Open MPI alone go on without a rank")
+survives = pytest.mark.skipif(not is_openmpi(), reason="jobs of Open MPI alone go on without a rank")
 
 IMPORTS = """
 import os, socket, sys, time
@@ -51,7 +49,7 @@ def job(hosts, tmp_path):
 
     def run_program(rest, *more, begin=BEGIN, start=launch, options=True, ranks=4, **environment):
         """Without `options` variables name the hosts, as those of a scheduler do."""
-        if OPENMPI:
+        if is_openmpi():
             hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
             told = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
             variables = {"PRTE_MCA_prte_default_hostfile": hosts.file, "PRTE_MCA_plm_ssh_agent": hosts.agent}
@@ -187,7 +185,7 @@ def test_what_waits_is_reported(job, late, options):
 
 def test_hosts_that_see_one_folder(job, hosts, tmp_path):
     """As of a cluster with one disk: the ranks of the second host leave it alone, and the table says where they are."""
-    if not OPENMPI:
+    if not is_openmpi():
         pytest.skip("UCX, by which MPICH communicates, finds no way between hosts that seem to have two kernels")
     shared = hosts.folder / "shared"
     shared.mkdir(exist_ok=True)
@@ -222,13 +220,6 @@ def begin_job(ranks, *words, through, timeout, check, **environment):
     while seen < ranks and (line := process.stdout.readline()):
         seen += line.startswith("ready")
     return process
-
-
-def until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
 
 
 BUSY = """
@@ -268,7 +259,7 @@ def test_machine_is_lost(options, job, hosts):
         else:
             shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
             errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
-            if OPENMPI:  # MPICH's mpiexec says it by its own status
+            if is_openmpi():  # MPICH's mpiexec says it by its own status
                 told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and never"
                 assert re.search(told, errors, re.MULTILINE), errors
         assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)

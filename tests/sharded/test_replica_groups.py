@@ -325,7 +325,6 @@ def test_unknown_collectives_are_found():
         assert (found.opcode, found.groups) == (opcode, [(0, 1, 2, 3)])
 
 
-@pytest.mark.alone
 @pytest.mark.sampled
 def test_groups_of_a_program_of_xla():
     """Read from what XLA has written for programs of 8 devices of one process."""

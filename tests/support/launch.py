@@ -1,6 +1,7 @@
 """Starts programs on several ranks from a test that itself runs on one."""
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -50,6 +51,20 @@ def started(command, seconds=60, **options):
         except BaseException:
             process.kill()
             raise
+
+
+@functools.cache
+def is_openmpi():
+    """Whether the MPI of this environment is."""
+    return run.flavour(run.find_mpiexec() or "") == "openmpi"
+
+
+def until(condition, seconds=60):
+    """Waits for a condition; whether it has come."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
 
 
 def outside_of_a_job():
