@@ -139,14 +139,6 @@ def own_errors():
 
 
 @pytest.fixture
-def device():
-    """The simulated device."""
-    if _device is None:
-        pytest.skip("needs the simulated device: make test-device")
-    return _device
-
-
-@pytest.fixture
 def comm():
     return MPI.COMM_WORLD
 

@@ -56,11 +56,8 @@ def _imported(name, tree, names):
             continue
         inner = [module.removeprefix("jaxmpi.") for module in found if module.startswith("jaxmpi.")]
         # The more special name comes first: of `from a import b`, where b is a module, it is a.b.
-        yield from (
-            [module for module in inner if module in names][:1]
-            if isinstance(node, ast.ImportFrom)
-            else [module for module in inner if module in names]
-        )
+        found = [module for module in inner if module in names]
+        yield from found[:1] if isinstance(node, ast.ImportFrom) else found
 
 
 @functools.cache
@@ -88,28 +85,34 @@ def includes():
     return {name: found - {name} for name, found in graph.items()}
 
 
-def test_layers_of_c():
-    """No file includes one that stands higher, and the folders of one layer include each other in no circle."""
-
-    def layer(name):
-        folder = name.partition("/")[0]
-        return next(i for i, layer in enumerate(C_LAYERS) if folder in _names(layer))
-
-    assert {path.name for path in CSRC.iterdir()} == {name for layer in C_LAYERS for name in _names(layer)}
-    assert not [
-        f"{name} includes {other}"
-        for name, others in includes().items()
-        for other in others
-        if layer(other) > layer(name)
-    ]
-    folders = {}
-    for name, others in includes().items():
-        folders.setdefault(name.partition("/")[0], set()).update(other.partition("/")[0] for other in others)
-    list(TopologicalSorter({name: others - {name} for name, others in folders.items()}).static_order())
-
-
 def _names(layer):
     return layer if isinstance(layer, tuple) else (layer,)
+
+
+def _layer(name, layers):
+    """The number of the layer on which a module of the package, or a C file, stands."""
+    folder = re.split("[./]", name)[0]
+    return next((number for number, layer in enumerate(layers) if folder in _names(layer)), len(layers))
+
+
+def test_layers():
+    """No module and no C file uses one that stands higher. Packages of one layer do not use each other, and folders of
+    C do so in no circle."""
+    assert {path.name for path in CSRC.iterdir()} == {name for layer in C_LAYERS for name in _names(layer)}
+    assert all(name in _sources() for pair in UPWARD for name in pair)
+    wrong, folders = [], {}
+    for graph, layers in ((imports(), LAYERS), (includes(), C_LAYERS)):
+        for name, others in graph.items():
+            for other in others:
+                own, its = _layer(name, layers), _layer(other, layers)
+                beside = layers is LAYERS and own == its < len(LAYERS) and name.split(".")[0] != other.split(".")[0]
+                if its > own or beside:
+                    wrong.append(f"{name} uses {other}")
+    assert not wrong
+    for name, others in includes().items():
+        folder = name.partition("/")[0]
+        folders.setdefault(folder, set()).update({other.partition("/")[0] for other in others} - {folder})
+    list(TopologicalSorter(folders).static_order())
 
 
 def test_header_of_each_source():
@@ -158,27 +161,6 @@ def test_no_circles(graph):
     list(TopologicalSorter(edges).static_order())  # raises CycleError, which names one
 
 
-def _layer(name):
-    """The number of the layer on which a module of the package stands."""
-    package = name.partition(".")[0]
-    for number, layer in enumerate(LAYERS):
-        if package == layer or (isinstance(layer, tuple) and package in layer):
-            return number
-    return len(LAYERS)
-
-
-def test_layers():
-    """No module imports one that stands higher, and none from another package of its own layer."""
-    wrong = []
-    for name, others in imports().items():
-        for other in others:
-            beside = _layer(name) == _layer(other) < len(LAYERS) and name.partition(".")[0] != other.partition(".")[0]
-            if _layer(other) > _layer(name) or beside:
-                wrong.append(f"{name} imports {other}")
-    assert not wrong
-    assert all(name in _sources() for pair in UPWARD for name in pair)
-
-
 def test_private_names_of_jax():
     """They stand where they are looked for when a version of JAX has moved one."""
     uses = set()
@@ -214,20 +196,6 @@ def test_docstrings_can_be_read_alone():
     assert not wrong
 
 
-def test_fragments_are_found():
-    for text in (
-        "Of this process.",
-        "Its line.",
-        "The same for a scan.",
-        "Which rank sends.",
-        "In bytes.",
-        "A rank that is none.",
-    ):
-        assert FRAGMENTS.match(text), text
-    for text in ("The rank of this process.", "Often called.", "Nothing; None if there are none"):
-        assert not FRAGMENTS.match(text), text
-
-
 GLOSSARY = ROOT / "docs" / "glossary.md"
 MOST_TERMS = 45
 
@@ -242,24 +210,10 @@ def test_glossary():
     names = re.findall(r"^\*\*(.+?)\*\*: ", GLOSSARY.read_text(), re.MULTILINE)
     assert len(names) == len(set(names)) == len(_terms())
     assert 20 < len(names) <= MOST_TERMS
+    assert "docs/glossary.md" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert "glossary.md" in (ROOT / "docs" / "index.md").read_text()
     folders = (ROOT / "python" / "jaxmpi", ROOT / "csrc")
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".c", ".h", ".def"}]
     sources = " ".join(re.sub(r"[\s*#]+", " ", path.read_text()) for path in files)
     missing = [name for name in names if not re.search(rf"\b{re.escape(name)}", sources, re.IGNORECASE)]
     assert not missing
-
-
-def test_glossary_is_found():
-    assert "docs/glossary.md" in (ROOT / "CONTRIBUTING.md").read_text()
-    assert "glossary.md" in (ROOT / "docs" / "index.md").read_text()
-
-
-def test_one_version():
-    """What pip, Meson and those who cite it read is one version."""
-    places = {
-        "pyproject.toml": '^version = "(.+)"',
-        "meson.build": "^  version: '(.+)',",
-        "CITATION.cff": "^version: (.+)",
-    }
-    found = {re.search(text, (ROOT / name).read_text(), re.MULTILINE).group(1) for name, text in places.items()}
-    assert len(found) == 1, found

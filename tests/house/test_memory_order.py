@@ -20,19 +20,6 @@ def _declared(text):
     return {name for match in DECLARED.findall(text) for name in match if name}
 
 
-def test_declarations_are_found():
-    text = """
-    static struct communicator *_Atomic expected, *_Atomic alone;
-    static void (*_Atomic program_is_at)(char *text, size_t size);
-    _Atomic(const char *) why; _Atomic enum action action; _Atomic int64_t summary[WORDS];
-    extern atomic_int counted; atomic_store((atomic_bool *)member, on); void count_more(atomic_int *number);
-    static struct request *_Atomic spares[SPARE_REQUESTS];
-    """
-    assert _declared(text) == {
-        *("expected", "alone", "program_is_at", "why", "action", "summary", "counted", "spares"),
-    }
-
-
 def test_page_has_all():
     page = (ROOT / "docs" / "memory_order.md").read_text()
     sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".c", ".h")]

@@ -2,9 +2,6 @@
 
 import ast
 import re
-import runpy
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -32,26 +29,21 @@ RUN = dict(map(minimum, stated("dependencies")))
 BUILD = dict(map(minimum, stated("requires")))
 
 
-def spack(monkeypatch):
-    """What the recipe for Spack tells Spack: each call with its positional arguments and `type`."""
+def spack():
+    """The recipe for Spack, and what it tells Spack: each call with its positional arguments and `type`."""
     told = []
-    api = types.ModuleType("spack.package")
-    for name in ("depends_on", "license", "version"):
 
-        def directive(*arguments, type="", name=name):
+    def directive(name):
+        def tell(*arguments, type=""):
             told.append((name, arguments, type if isinstance(type, tuple) else (type,)))
 
-        setattr(api, name, directive)
-    python = types.ModuleType("spack_repo.builtin.build_systems.python")
-    python.PythonPackage = object
-    for module in (api, python):
-        for name in (parts := module.__name__.split("."))[:-1]:
-            parent = ".".join(parts[: parts.index(name) + 1])
-            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return tell
+
     (file,) = RECIPES.rglob("package.py")
-    recipe = runpy.run_path(str(file))["PyJaxmpi"]
-    return recipe, told
+    names = {name: directive(name) for name in ("depends_on", "license", "version")}
+    names |= {"PythonPackage": object, "__file__": str(file), "__name__": "recipe"}
+    exec(re.sub("^from spack.*$", "", file.read_text(), flags=re.MULTILINE), names)
+    return names["PyJaxmpi"], told
 
 
 def easybuild():
@@ -69,9 +61,11 @@ def conda(section):
     return dict(minimum(line.partition("#")[0].strip(" -")) for line in lines)
 
 
-def test_version(monkeypatch):
+def test_version():
     version = stated("version")
-    recipe, told = spack(monkeypatch)
+    assert f"  version: '{version}',\n" in (ROOT / "meson.build").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    recipe, told = spack()
     assert [arguments for name, arguments, _ in told if name == "version"] == [(version,)]
     assert recipe.url == f"file://{ROOT}/dist/jaxmpi-{version}.tar.gz"
     variables, file = easybuild()
@@ -94,8 +88,8 @@ def test_dependencies_of_conda():
     assert host == BUILD
 
 
-def test_dependencies_of_spack(monkeypatch):
-    _, told = spack(monkeypatch)
+def test_dependencies_of_spack():
+    _, told = spack()
     needed = {"build": {}, "run": {}}
     for name, (spec, *_), kinds in told:
         if name == "depends_on" and spec != "c":
@@ -125,9 +119,9 @@ def test_dependencies_of_easybuild():
         assert all(numbers(found[name]) >= numbers(wanted[name]) for name in wanted)
 
 
-def test_descriptions(monkeypatch):
+def test_descriptions():
     description = stated("description")
-    recipe, told = spack(monkeypatch)
+    recipe, told = spack()
     assert recipe.__doc__ == f"{description}."
     assert ("license", (stated("license"),), ("",)) in told
     assert easybuild()[0]["description"] == description

@@ -1,7 +1,7 @@
 """What the recipes in packaging/ build: `make test-packaging`.
 
-The linter or parser of each tool reads its recipe, and refuses one that is damaged. Then the tool builds the sdist with
-it, as far as it can here, and what it has made runs the README's program on 2 ranks. What a tool would download from
+The linter or parser of each tool reads its recipe. Then the tool builds the sdist with it, as far as it can here, and
+what it has made runs the README's program on 2 ranks. What a tool would download from
 hosts of its own has stand-ins: an environment of the Python package index has Python, JAX, mpi4py and an MPI, a Debian
 that debootstrap makes is the image that containers begin with. Spack itself is on no package index: its commands are
 executed as its sources give them.
@@ -140,15 +140,6 @@ def test_conda(checkout, channel, environment, tmp_path):
     check_runs(environment, tmp_path, tmp_path)
 
 
-def test_conda_refuses_damage(checkout, tmp_path):
-    rattler = pytest.importorskip("rattler_build")
-    text = (checkout / "packaging/conda/recipe.yaml").read_text()
-    for damaged in (text.replace("  script: ", "  scripts: "), text.replace("requirements:", "requirement:")):
-        assert damaged != text
-        with pytest.raises(rattler.RattlerBuildError):
-            rattler.Stage0Recipe.from_yaml(damaged).render(rattler.VariantConfig())
-
-
 # --- EasyBuild -------------------------------------------------------------------------------------------------------
 
 
@@ -180,16 +171,6 @@ def test_easybuild_reads(easyconfig, tmp_path):
     assert "All contribution checks PASSed" in eb(tmp_path, "--check-contrib", easyconfig)
     needed = eb(tmp_path, "--dry-run", "--robot", "--terse", easyconfig)
     assert all(f"/{name}-" in needed for name in ("Python", "jax", "mpi4py", "meson-python", "SciPy-bundle", "foss"))
-
-
-def test_easybuild_refuses_damage(easyconfig, tmp_path):
-    damaged = tmp_path / easyconfig.name
-    for old, new in (("version = '0.1.0'", "version='0.1.0'"), ("('jax', '0.8.1')", "('jax', '0.8.99')")):
-        text = easyconfig.read_text()
-        assert old in text
-        damaged.write_text(text.replace(old, new))
-        with pytest.raises(RuntimeError, match=r"E225|missing"):
-            eb(tmp_path, "--check-style", damaged) + eb(tmp_path, "--dry-run", "--robot", "--missing", damaged)
 
 
 def test_easybuild(checkout, easyconfig, environment, tmp_path):
@@ -229,19 +210,12 @@ def test_spack(unpacked, environment, tmp_path):
 # --- containers ------------------------------------------------------------------------------------------------------
 
 
-def hadolint(file):
-    return subprocess.run([tool("hadolint"), file], capture_output=True, text=True, check=False)
-
-
-def test_dockerfile_is_linted(checkout, tmp_path):
+def test_dockerfile_is_linted(checkout):
     if not tool("hadolint").exists():
         pytest.skip("needs hadolint: `make test-packaging` installs it")
     file = checkout / "packaging/containers/Dockerfile"
-    done = hadolint(file)
+    done = subprocess.run([tool("hadolint"), file], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
-    damaged = tmp_path / "Dockerfile"
-    damaged.write_text(file.read_text().replace("--no-install-recommends ", ""))
-    assert "DL3015" in hadolint(damaged).stdout
 
 
 def test_apptainer_definition_is_read(checkout):

@@ -1,7 +1,6 @@
 """Which suites run where: the plans of tests/suites.py, and how it runs their commands."""
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,14 +44,3 @@ def test_ranks():
 def test_limit():
     assert suites.run(suites.Command([sys.executable, "-c", "raise SystemExit(3)"], {}), 60) == 3
     assert suites.run(suites.Command([sys.executable, "-c", "import time; time.sleep(100)"], {}), 1) == 124
-
-
-def test_first_failure_is_the_last(tmp_path):
-    """And each command is printed."""
-    (tmp_path / "pytest.py").write_text("raise SystemExit('no ' + str(__import__('sys').argv[-1]))")
-    command = [sys.executable, ROOT / "tests" / "suites.py", "device"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout.count("-m pytest") == 1, done.stdout
-    assert "exit status 1" in done.stdout
-    assert done.stderr.split() == ["no", "tests/launcher/test_run_devices.py"]

@@ -4,7 +4,6 @@ import base64
 import compileall
 import dataclasses
 import hashlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import mach_o
 import wheels
 
+pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
@@ -51,11 +51,9 @@ def check_tag(wheel):
             assert (digest, size) == (f"sha256={found}", str(len(data))), path
 
 
-@pytest.mark.alone
 @pytest.mark.seconds(300)
 def test_wheel_is_complete(tmp_path):
-    if importlib.util.find_spec("mesonpy") is None:
-        pytest.skip("meson-python is not installed, the wheel cannot be built")
+    pytest.importorskip("mesonpy")
     assert compileall.compile_dir(ROOT / "python", quiet=1), "whose results do not belong into the wheel"
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -79,12 +77,10 @@ def test_wheel_is_complete(tmp_path):
     assert done.stdout.startswith("sum 3.0"), done.stdout + done.stderr
 
 
-@pytest.mark.alone
 def test_editable_install_without_its_tools(tmp_path):
     """In an environment that pip removes after the build: refused, as the next import would fail."""
-    if (mesonpy := importlib.util.find_spec("mesonpy")) is None:
-        pytest.skip("meson-python is not installed")
-    (tmp_path / "mesonpy").symlink_to(Path(mesonpy.origin).parent)
+    mesonpy = pytest.importorskip("mesonpy")
+    (tmp_path / "mesonpy").symlink_to(Path(mesonpy.__file__).parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "tools")))}
     command = [sys.executable, "-c", f"import backend; backend.build_editable({str(tmp_path)!r})"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -92,12 +88,10 @@ def test_editable_install_without_its_tools(tmp_path):
     assert "'pip install --no-build-isolation --editable .'" in done.stderr
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("setting", [None, {"setup-args": "-Dpython.allow_limited_api=false"}])
 def test_build_for_a_free_threaded_python(setting):
     """It is refused, since there is no stable ABI there, unless the builder does without that."""
-    if importlib.util.find_spec("mesonpy") is None:
-        pytest.skip("meson-python is not installed")
+    pytest.importorskip("mesonpy")
     program = (
         "import sys, mesonpy; mesonpy.build_wheel = lambda *_: 'made-cp313-cp313t-linux.whl'; sys.abiflags += 't'; "
         f"import backend; print(backend.build_wheel('.', {setting!r}))"
@@ -113,7 +107,6 @@ def test_build_for_a_free_threaded_python(setting):
         assert done.stdout == "made-cp313-cp313t-linux.whl\n", done.stderr
 
 
-@pytest.mark.alone
 def test_tags():
     """Of the wheels of a release: pip installs each of them where its core runs, and no other."""
     tags = pytest.importorskip("pip._vendor.packaging.tags")
@@ -133,7 +126,6 @@ def test_tags():
 GOOD = mach_o.Core("ARM64", "11.0", frozenset(mach_o.LIBRARIES), frozenset({"_PyLong_FromLong", "__Py_Dealloc"}), True)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -150,7 +142,6 @@ def test_core_for_macos(changed, told):
     assert [problem.startswith(told) for problem in found] == [True] if told else found == []
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("url", ["", "https://forge.example/us/jaxmpi"])
 def test_description_has_no_dead_links(url):
     """A package index shows the README, but has no files beside it."""

@@ -10,8 +10,9 @@
  *
  * JAXMPI_INJECT has the rules as a process begins. `inject` replaces them, and the counts begin anew.
  *
- * Compiled for one ABI of MPI, as the core is, with the MPI library to be linked with: tests/mpi/test_injected.py. The
- * functions are those of mpi.def. Threads: any thread may call MPI; `inject` is for a time when none does. */
+ * Compiled for one ABI of MPI, as the core is, with the MPI library to be linked with: tests/mpi/test_injected.py,
+ * which writes functions.def, those that mpi.def requires: a library that lacks an optional one must not seem to have
+ * it. Threads: any thread may call MPI; `inject` is for a time when none does. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -100,40 +101,14 @@ static const struct rule *injected(const char *function, void *caller) {
   return found;
 }
 
-/* From the types of a function's parameters, in parentheses: these with names, and the names. */
-#define COUNT9(a, b, c, d, e, f, g, h, i, n, ...) n
-#define COUNT(...)                                COUNT9(__VA_ARGS__, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
-#define DECLARED1(a)                              __typeof__(a) p1
-#define DECLARED2(a, b)                           DECLARED1(a), __typeof__(b) p2
-#define DECLARED3(a, b, c)                        DECLARED2(a, b), __typeof__(c) p3
-#define DECLARED4(a, b, c, d)                     DECLARED3(a, b, c), __typeof__(d) p4
-#define DECLARED5(a, b, c, d, e)                  DECLARED4(a, b, c, d), __typeof__(e) p5
-#define DECLARED6(a, b, c, d, e, f)               DECLARED5(a, b, c, d, e), __typeof__(f) p6
-#define DECLARED7(a, b, c, d, e, f, g)            DECLARED6(a, b, c, d, e, f), __typeof__(g) p7
-#define DECLARED8(a, b, c, d, e, f, g, h)         DECLARED7(a, b, c, d, e, f, g), __typeof__(h) p8
-#define DECLARED9(a, b, c, d, e, f, g, h, i)      DECLARED8(a, b, c, d, e, f, g, h), __typeof__(i) p9
-#define NAMES1                                    p1
-#define NAMES2                                    NAMES1, p2
-#define NAMES3                                    NAMES2, p3
-#define NAMES4                                    NAMES3, p4
-#define NAMES5                                    NAMES4, p5
-#define NAMES6                                    NAMES5, p6
-#define NAMES7                                    NAMES6, p7
-#define NAMES8                                    NAMES7, p8
-#define NAMES9                                    NAMES8, p9
-#define JOIN2(a, b)                               a##b
-#define JOIN(a, b)                                JOIN2(a, b)
-#define DECLARED(...)                             JOIN(DECLARED, COUNT(__VA_ARGS__))(__VA_ARGS__)
-#define NAMES(...)                                JOIN(NAMES, COUNT(__VA_ARGS__))
-
-#define REQUIRED(name, parameters)                                                 \
-  int PMPI_##name parameters;                                                      \
-  EXPORT int MPI_##name(DECLARED parameters);                                      \
-  EXPORT int MPI_##name(DECLARED parameters) {                                     \
+/* The types of the parameters, these with names, and the names. */
+#define FUNCTION(name, types, declared, names)                                     \
+  int PMPI_##name types;                                                           \
+  EXPORT int MPI_##name declared;                                                  \
+  EXPORT int MPI_##name declared {                                                 \
     const struct rule *rule = injected("MPI_" #name, __builtin_return_address(0)); \
     if (rule != NULL && rule->fault == FAIL) return (int)rule->value;              \
-    int code = PMPI_##name(NAMES parameters);                                      \
+    int code = PMPI_##name names;                                                  \
     return rule != NULL ? (int)rule->value : code;                                 \
   }
-#define OPTIONAL(name, parameters) /* a library that lacks it must not seem to have it */
-#include "mpi/mpi.def"
+#include "functions.def"

@@ -49,21 +49,16 @@ def shared():
         yield tmp, victim
 
 
+def look(path):
+    """What tells whether somebody has changed a file or a folder."""
+    found = path.lstat()
+    inside = sorted(os.listdir(path)) if path.is_dir() and not path.is_symlink() else []
+    return found.st_ino, found.st_uid, found.st_mode, inside
+
+
 def plant(what, path, victim):
     subprocess.run([*OTHER, "sh", "-ec", PLANT, "-", what, path, victim], check=True, timeout=30)
-    return path.lstat(), sorted(os.listdir(path)) if path.is_dir() and not path.is_symlink() else []
-
-
-def untouched(path, victim, planted):
-    now = path.lstat(), sorted(os.listdir(path)) if path.is_dir() and not path.is_symlink() else []
-    assert (now[0].st_ino, now[0].st_uid, now[0].st_mode, now[1]) == (
-        planted[0].st_ino,
-        planted[0].st_uid,
-        planted[0].st_mode,
-        planted[1],
-    )
-    assert victim.read_text() == "ours"
-    assert os.listdir(victim.parent) == ["victim"]
+    return look(path)
 
 
 def run_rank(folder, tmp, program):
@@ -105,7 +100,9 @@ def test_another_user_makes_the_folder(what, shared):
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
     assert done.stderr.startswith(f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell")
     assert str(path) in done.stderr
-    untouched(path, victim, planted)
+    assert look(path) == planted
+    assert victim.read_text() == "ours"
+    assert os.listdir(victim.parent) == ["victim"]
     if what in (names := {"folder": "belongs to another user", "link to a folder": "is a symbolic link"}):
         errors_page.goes_on(f"the folder of the job {names[what]}")
 
@@ -156,3 +153,4 @@ def test_links_in_a_folder_of_ours(shared):
     assert victim.read_text() == "ours"
     private.remove(folder.path)
     assert not os.path.exists(folder.path)
+    errors_page.goes_on("files in the folder of the job are symbolic links")  # those of a rank: tests/c/test_job.c

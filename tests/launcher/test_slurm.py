@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi import run
+from support.launch import is_openmpi
 from support.slurm import slurm
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.nightly, pytest.mark.seconds(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PMI = "pmix" if run.flavour(run.find_mpiexec()) == "openmpi" else "pmi2"
+PMI = "pmix" if is_openmpi() else "pmi2"
 TWO = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=3")
 """Options of sbatch, which count more than those in a script: two ranks, on two hosts."""
 
@@ -116,20 +116,6 @@ def test_srun(cluster):
         assert done.stderr == ""
 
 
-def test_srun_that_does_not_know_mpi(cluster):
-    """Each task is alone, and says what to type."""
-    done = cluster.call("srun", "--mpi=none", "--ntasks=2", cluster.home / "jaxmpi/bin/python", "mean.py")
-    assert done.stdout.splitlines() == [mean(1)] * 2
-    assert done.stderr.count("jaxmpi: srun has started 2 processes, but MPI sees each of them alone") == 1
-    assert f"'srun --mpi={PMI}'" in done.stderr
-
-
-def test_salloc(cluster):
-    command = f"source ~/jaxmpi/bin/activate; srun --mpi={PMI} python mean.py; {WITH['launcher']} mean.py"
-    done = cluster.call("salloc", *TWO[:3], "bash", "-c", command)
-    assert done.stdout.splitlines() == [mean(2)] * 4
-
-
 @pytest.mark.parametrize("script", ["by-srun.sh", "by-launcher.sh"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_batch(cluster, script, ranks):
@@ -146,31 +132,10 @@ def test_batch(cluster, script, ranks):
         assert re.findall(r"^cores +(\d+)", done.output, re.MULTILINE) == ["1"] * 2 * ranks
 
 
-def test_launcher_on_one_host(cluster, batch):
-    """It places the ranks by itself, and has nothing to say of Slurm."""
-    number = batch("python -m jaxmpi.run -n $SLURM_NTASKS mean.py", "--nodes=1", "--ntasks=2", "--time=3")
-    done = cluster.wait(number)
-    assert done.output.splitlines() == [mean(2)] * 2
-
-
-def test_launcher_on_two_hosts_without_options(cluster, batch):
-    done = cluster.wait(batch("python -m jaxmpi.run -n $SLURM_NTASKS mean.py"))
-    assert done.output.splitlines().count(mean(2)) == 2
-    assert "this is a job of Slurm on 2 machines: say how many ranks each has" in done.output
-
-
-def test_launcher_by_srun(cluster, batch):
-    done = cluster.wait(batch("srun python -m jaxmpi.run -n 2 mean.py"))
-    assert (done.state, done.code) == ("FAILED", 1)
-    assert done.output.count("srun has started 2 of this launcher") == 2
-
-
 SHARDED = {
     "srun, mpi": "import jaxmpi.sharded\njaxmpi.sharded.install()\n",
     "srun, gloo": "import jaxmpi.sharded\njaxmpi.sharded.install('gloo')\n",
     "srun, initialize": "import jax, jaxmpi\njax.distributed.initialize()\n",
-    "srun, mpi, initialize": "import jaxmpi.sharded\njaxmpi.sharded.install()\n"
-    "import jax\njax.distributed.initialize()\n",
     "launcher, mpi": "",
     "launcher, gloo": "",
     "launcher, mpi, initialize": "import jax\njax.distributed.initialize()\n",
@@ -185,13 +150,6 @@ def printed(output):
     if "[Gloo]" not in output:
         return sorted(output.splitlines())
     return sorted(re.findall(r"36\.0|process \d of \d is rank \d", output))
-
-
-def test_lines_of_gloo_in_pieces():
-    head, tail = "[Gloo] Rank {} is connected to 1", " peer ranks. Expected number of connected peer ranks is : 1"
-    mixed = f"{head.format(0)}{head.format(1)}{tail}\n{tail}36.0\n\nprocess 0 of 2 is rank 0\n"
-    assert printed(mixed) == ["36.0", "process 0 of 2 is rank 0"]
-    assert printed("a\n36.0\n") == ["36.0", "a"]
 
 
 @pytest.mark.parametrize("how", SHARDED)

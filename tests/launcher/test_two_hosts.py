@@ -6,17 +6,18 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
-from jaxmpi import run
 from programs import errors_page
-from support.launch import begin, launch, outside_of_a_job
+from support.launch import begin, is_openmpi, launch, outside_of_a_job, until, written
+from support.rows import one_each_time
 from support.two_hosts import NAMES, two_hosts
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
+
+survives = pytest.mark.skipif(not is_openmpi(), reason="jobs of Open MPI alone go on without a rank")
 
 IMPORTS = """
 import os, socket, sys, time
@@ -48,7 +49,7 @@ def job(hosts, tmp_path):
 
     def run_program(rest, *more, begin=BEGIN, start=launch, options=True, ranks=4, **environment):
         """Without `options` variables name the hosts, as those of a scheduler do."""
-        if run.flavour(run.find_mpiexec()) == "openmpi":
+        if is_openmpi():
             hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
             told = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
             variables = {"PRTE_MCA_prte_default_hostfile": hosts.file, "PRTE_MCA_plm_ssh_agent": hosts.agent}
@@ -56,10 +57,9 @@ def job(hosts, tmp_path):
             hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
             told = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
             variables = {"HYDRA_HOST_FILE": hosts.file, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": hosts.agent}
-        program = tmp_path / "program.py"
-        program.write_text(begin + textwrap.dedent(rest))
+        program = written(tmp_path, begin, rest)
         words = ("--ranks-per-node", "2", *more, *([f"--mpiexec-args={told}"] if options else []), program)
-        environment = {"TMPDIR": hosts.tmp, **({} if options or "HOME" in environment else variables), **environment}
+        environment = {"TMPDIR": hosts.tmp, **({} if options else variables), **environment}
         environment = {name: str(value) for name, value in environment.items()}
         return start(ranks, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
 
@@ -70,15 +70,12 @@ def job(hosts, tmp_path):
 def test_variables_and_folder(job, tmp_path, monkeypatch):
     """They are the same on both hosts, though the agent passes neither."""
     monkeypatch.chdir(tmp_path)
-    done = job(
-        """
+    program = """
         names = ("JAXMPI_TIMEOUT", "JAXMPI_CHECK", "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS")
         print(rank, os.getcwd(), *(os.environ.get(name) for name in names), flush=True)
-        """,
-        JAXMPI_TIMEOUT="17",
-        JAXMPI_CHECK="1",
-        XLA_FLAGS="--xla_cpu_enable_fast_math=false",
-        PJRT_NPROC="3",
+    """
+    done = job(
+        program, JAXMPI_TIMEOUT="17", JAXMPI_CHECK="1", XLA_FLAGS="--xla_cpu_enable_fast_math=false", PJRT_NPROC="3"
     )
     assert done.returncode == 0, done.stderr
     for rank in range(4):
@@ -86,47 +83,17 @@ def test_variables_and_folder(job, tmp_path, monkeypatch):
         assert f"{rank} {tmp_path} 17 1 --xla_cpu_enable_fast_math=false 3 1\n" in done.stdout
 
 
-def test_rows_by_global_index(job):
-    """A map whose rows and ghosts are scattered over both hosts, with its derivative, and rows that move."""
-    done = job(
-        """
-        import jax, jaxmpi, numpy as np
-        owner = np.random.default_rng(0).integers(0, 4, 1000)
-        owned, ghosts = np.flatnonzero(owner == rank), np.random.default_rng(rank).integers(0, 1000, 500)
-        rows = jaxmpi.IndexMap(owned, ghosts)
-        whole = np.random.default_rng(1).integers(0, 9, (1000, 3)).astype(np.float32)
-        index = rows.to_global(np.arange(sum(rows.sizes)))
-        u = rows.pad(whole[owned])
-        assert (jaxmpi.jit(rows.exchange)(u) == whole[index]).all()
-        readers = sum(np.isin(np.arange(1000), np.random.default_rng(r).integers(0, 1000, 500)) & (owner != r)
-                      for r in range(4))
-        gradient = jax.grad(lambda u: rows.exchange(u).sum())(u)
-        assert (gradient[: len(owned)] == 1 + readers[owned, None]).all()
-        (moved, at), n, _ = jaxmpi.migrate((whole[owned], owned), owned % 4, rows=1000)
-        assert sorted(at[:n].tolist()) == list(range(rank, 1000, 4))
-        assert (moved[:n] == whole[at[:n]]).all()
-        print("rank", rank, "is right", flush=True)
-        """
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("is right") == 4
-
-
 @pytest.mark.parametrize("collectives", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_sharded_program(job, collectives):
     """JAX's coordinator is found from the other host, whose names none can resolve."""
-    done = job(
-        """
+    program = """
         import jax, socket
         from jax.sharding import NamedSharding, PartitionSpec as P
         rows = NamedSharding(jax.make_mesh((4,), ("p",)), P("p"))
         x = jax.make_array_from_callback((4,), rows, lambda i: jax.numpy.arange(4.0)[i])
         print(jax.process_index(), "on", socket.gethostname(), "sum", float(jax.jit(jax.numpy.sum)(x)), flush=True)
-        """,
-        "--collectives",
-        collectives,
-        begin="",
-    )
+    """
+    done = job(program, "--collectives", collectives, begin="")
     assert done.returncode == 0, done.stderr
     for rank in range(4):
         assert f"{rank} on {NAMES[rank // 2]} sum 6.0\n" in done.stdout
@@ -142,37 +109,43 @@ def test_exception_ends_the_job_on_both(job, fails):
     assert "not reached" not in done.stdout
 
 
-@pytest.mark.parametrize("dies", [3, pytest.param(0, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise KeyError('this')"])
-def test_others_survive(job, dies, how):
-    """A rank of either host dies, and those of both recover. Each death is told once."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
-    done = job(
-        f"""
+DEATHS = {
+    "of one there": ("rank == 3", "os.kill(os.getpid(), 9)", "jaxmpi.run: rank 3 has died, and the job goes on\n", 77),
+    "of one here": ("rank == 0", "raise KeyError('this')", "jaxmpi.run: rank 0 is lost, and the job goes on", 77),
+    # The launcher knows of no rank that has ended, so its status is an error.
+    "of all here": ("rank < 2", "os.kill(os.getpid(), 9)", "jaxmpi: ranks 0, 1 have died, and the job goes on\n", 1),
+}
+"""Who dies, how, what is told, and the status."""
+
+
+@survives
+@pytest.mark.parametrize("deaths", one_each_time(DEATHS, "of one there"))
+def test_others_survive(deaths, job):
+    """Ranks of either host die, and those of both recover. Each death is told once, by the launcher or by them."""
+    who, how, told, status = DEATHS[deaths]
+    left = 2 if "all" in deaths else 3
+    program = f"""
         import jaxmpi
-        try:
-            with jaxmpi.survive():
-                for i in range(1000):
-                    if i == 10 and rank == {dies}: {how}
-                    y = notoken.allreduce(x, MPI.SUM)
-        except jaxmpi.ProcessFailed:
-            jaxmpi.recover()
-        print("rank", rank, "then", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
-        """,
-        "--survive",
-    )
-    assert done.stdout.count("then 3.0") == 3, done.stdout + done.stderr
-    assert len(re.findall(rf"jaxmpi\.run: rank {dies} (?:has died|is lost), and the job goes on", done.stderr)) == 1
-    assert done.returncode == 77
+        if {who}: {how}
+        total = None
+        while total != {left}:
+            try:
+                total = float(notoken.allreduce(x, MPI.SUM)[-1])
+            except jaxmpi.ProcessFailed:
+                jaxmpi.recover()
+        print("rank", rank, "then", total, flush=True)
+    """
+    done = job(program, "--survive")
+    assert done.stdout.count(f"then {left}.0") == left, done.stdout + done.stderr
+    assert done.stderr.count(told) == 1, done.stderr
+    assert status == 77 or "all ranks of this machine are lost. The status is 1" in done.stderr
+    assert done.returncode == status
 
 
+@survives
 def test_spare_of_the_other_host(job):
     """It gets the number of a rank of the first host, and tells it itself."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
-    done = job(
-        """
+    program = """
         import jaxmpi
         comm = jaxmpi.get_default()
         if rank == 0: os.kill(os.getpid(), 9)
@@ -181,42 +154,12 @@ def test_spare_of_the_other_host(job):
         except jaxmpi.ProcessFailed:
             comm = jaxmpi.recover()
         print("rank", rank, "is", comm.rank, "of", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
-        """,
-        "--survive",
-        "--spare",
-        "1",
-        ranks=3,
-        begin=IMPORTS,
-    )
+    """
+    done = job(program, "--survive", "--spare", "1", ranks=3, begin=IMPORTS)
     for line in ("rank 1 is 1 of 3.0", "rank 2 is 2 of 3.0", "rank 3 is 0 of 3.0"):
         assert line in done.stdout, done.stdout + done.stderr
     assert done.stderr.count("rank 3, which was spare, is rank 0 of the default communicator") == 1
     assert done.returncode == 77
-
-
-@pytest.mark.nightly
-def test_all_survivors_are_on_the_other_host(job):
-    """They tell of the deaths themselves. The launcher knows of no rank that has ended, so its status is an error."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
-    done = job(
-        """
-        import jaxmpi
-        if rank < 2: os.kill(os.getpid(), 9)
-        total = None
-        while total != 2:
-            try:
-                total = float(notoken.allreduce(x, MPI.SUM)[-1])
-            except jaxmpi.ProcessFailed:
-                jaxmpi.recover()
-        print("rank", rank, "then", total, flush=True)
-        """,
-        "--survive",
-    )
-    assert done.stdout.count("then 2.0") == 2, done.stdout + done.stderr
-    assert "jaxmpi: ranks 0, 1 have died, and the job goes on\n" in done.stderr
-    assert "all ranks of this machine are lost. The status is 1" in done.stderr
-    assert done.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -240,29 +183,20 @@ def test_what_waits_is_reported(job, late, options):
         assert f"jaxmpi: rank {rank} has been waiting for " in done.stderr
 
 
-@pytest.mark.parametrize("named", ["by options", "by a file of the MPI library's"])
-def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
-    """As of a cluster with one disk: the ranks of the second host leave it alone, and the table says where they are. So
-    it is where the launcher cannot know of that host, for a file of the MPI library's names it."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
+def test_hosts_that_see_one_folder(job, hosts, tmp_path):
+    """As of a cluster with one disk: the ranks of the second host leave it alone, and the table says where they are."""
+    if not is_openmpi():
         pytest.skip("UCX, by which MPICH communicates, finds no way between hosts that seem to have two kernels")
     shared = hosts.folder / "shared"
     shared.mkdir(exist_ok=True)
-    (tmp_path / "boot_id").write_text(
-        "01234567-89ab-cdef-0123-456789abcdef\n"
-    )  # the hosts have one, by which machines are told apart
+    # The hosts have one, by which machines are told apart.
+    (tmp_path / "boot_id").write_text("01234567-89ab-cdef-0123-456789abcdef\n")
     known = "/proc/sys/kernel/random/boot_id"
-    options = named == "by options"
-    (tmp_path / ".prte").mkdir()
-    settings = f"prte_default_hostfile = {hosts.file}\nplm_ssh_agent = {hosts.agent}\n"
-    (tmp_path / ".prte" / "mca-params.conf").write_text(settings)
-    home = {} if options else {"HOME": str(tmp_path)}
     subprocess.run([*hosts.enter(NAMES[1]), "mount", "--bind", tmp_path / "boot_id", known], check=True)
     try:
         done = job("print(rank, 'in', folder, flush=True)\n"
                    "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
                    begin=f"import os\nfolder = os.environ.get('JAXMPI_JOB_FOLDER')\n{BEGIN}",
-                   options=options, **home,
                    TMPDIR=str(shared), JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
     finally:
         subprocess.run([*hosts.enter(NAMES[1]), "umount", known], check=True)
@@ -277,27 +211,15 @@ def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
 
 
 def begin_job(ranks, *words, through, timeout, check, **environment):
-    """Starts a job that says it is ready, in a session of its own; its process and its environment."""
-    environment = {
-        **outside_of_a_job(),
-        "JAX_PLATFORMS": "cpu",
-        "JAXMPI_TEST_JOB": f"{time.monotonic_ns()}",
-        **environment,
-    }
+    """Starts a job that says it is ready, in a session of its own."""
+    environment = {**outside_of_a_job(), "JAX_PLATFORMS": "cpu", **environment}
     command = [*through, sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = begin(command, timeout, env=environment, start_new_session=True, **pipes)
     seen = 0
     while seen < ranks and (line := process.stdout.readline()):
         seen += line.startswith("ready")
-    return process, environment["JAXMPI_TEST_JOB"]
-
-
-def until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
+    return process
 
 
 BUSY = """
@@ -308,7 +230,7 @@ while True: pass
 
 def test_launcher_is_killed(job, hosts):
     """No rank lives some seconds later, on either host, and no process of ours or of mpiexec's."""
-    process, _ = job(BUSY, start=begin_job)
+    process = job(BUSY, start=begin_job)
     assert len(list(hosts.running(NAMES[1]))) >= 4
     process.kill()
     try:
@@ -320,39 +242,26 @@ def test_launcher_is_killed(job, hosts):
         process.communicate(timeout=20)
 
 
-def test_machine_is_lost(job, hosts):
-    """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so."""
-    process, _ = job(BUSY, start=begin_job)
+@pytest.mark.parametrize("options", [(), pytest.param(("--survive",), marks=survives)])
+def test_machine_is_lost(options, job, hosts):
+    """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so. Open MPI
+    ends a job that loses a machine, also one that goes on without a rank."""
+    process = job(BUSY, *options, start=begin_job)
     since = time.monotonic()
     for lost in list(hosts.running(NAMES[1])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(lost, signal.SIGKILL)
     try:
         _, errors = process.communicate(timeout=60)
-        assert process.returncode != 0
-        shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
-        errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
-        if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
-            told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and never"
-            assert re.search(told, errors, re.MULTILINE), errors
-        assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_machine_is_lost_to_survivors(job, hosts):
-    """Open MPI ends a job that loses a machine, also one that goes on without a rank. It is told, nothing is left."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
-        pytest.skip("jobs of Open MPI alone go on without a rank")
-    process, _ = job(BUSY, "--survive", start=begin_job)
-    for lost in list(hosts.running(NAMES[1])):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(lost, signal.SIGKILL)
-    try:
-        _, errors = process.communicate(timeout=60)
         assert process.returncode not in (0, 77)
-        assert "all ranks of this machine are lost. The status is 1" in errors
+        if options:
+            assert "all ranks of this machine are lost. The status is 1" in errors
+        else:
+            shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
+            errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
+            if is_openmpi():  # MPICH's mpiexec says it by its own status
+                told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and never"
+                assert re.search(told, errors, re.MULTILINE), errors
         assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
     finally:
         process.kill()

@@ -40,12 +40,11 @@ def test_beside_mpi4py(functions):
 
 
 @pytest.mark.nightly
-def test_what_one_rank_asks_for_all_do(script):
-    program = script("")
-    program.write_text(
-        "import os\nfrom mpi4py import MPI\n"
-        "if MPI.COMM_WORLD.rank == 1:\n    os.environ['JAXMPI_CHECK'] = '1'\n" + program.read_text() +
-        "try:\n    jax.block_until_ready(notoken.bcast(jnp.ones(2), rank))\n"
-        "except Exception as error:\n    print('the ranks differ' in str(error), flush=True)\n"
-    )  # fmt: skip
-    assert launch(2, program, check=False).stdout.count("True") == 2
+def test_what_one_rank_asks_for_all_do():
+    program = (
+        "import os\nfrom mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n"
+        "if rank == 1: os.environ['JAXMPI_CHECK'] = '1'\nfrom jaxmpi import notoken\n"
+        "try: notoken.bcast(1.0, rank).block_until_ready()\n"
+        "except Exception as error: print('the ranks differ' in str(error), flush=True)\n"
+    )
+    assert launch(2, "-c", program, check=False).stdout.count("True") == 2

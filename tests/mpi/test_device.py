@@ -1,10 +1,10 @@
 """Arrays in a device's memory: what is detected and decided; on a simulated device chunks, deferred errors, the report.
 
-What the operations do there is said by the other suites, run on a simulated device: `make test-device`.
+What the operations do there is said by the other suites, run on a simulated device: `make test-device`; what happens
+as the driver fails by tests/device/test_device.c.
 """
 
 import os
-import textwrap
 from pathlib import Path
 
 import jax
@@ -17,8 +17,8 @@ from jaxmpi import notoken
 from jaxmpi._mpi import devices
 from jaxmpi._mpi.settings import Settings
 from support import simulated
-from support.launch import launch
-from support.table import CASES
+from support.launch import launch, written
+from support.rows import each
 
 on_device = pytest.mark.skipif(not simulated.TRANSPORT, reason="needs the simulated device: make test-device")
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.0"
@@ -92,81 +92,66 @@ def test_road(environment, aware, inspects, survives, expected):
     assert devices._transport(wish, aware, inspects, survives)[0] == expected
 
 
-@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="MPI is below MPI_THREAD_MULTIPLE")
-@pytest.mark.parametrize(
-    ("flags", "platforms", "wish", "expected"),
-    [
-        ({"CUDA": True, "ROCM": False}, "cuda", "flags", "flags"),
-        ({"CUDA": True, "ROCM": True}, "cuda", "auto", "callback"),
-        ({"CUDA": False, "ROCM": True}, "cuda", "flags", "the driver of CUDA has no functions.*leave the variable out"),
-        ({"CUDA": False, "ROCM": False}, "cuda", "wait", "wait"),
-    ],
-)
-def test_flags(monkeypatch, flags, platforms, wish, expected):
-    monkeypatch.setattr(devices._core, "drivers", lambda: dict.fromkeys(flags))
-    monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
-    monkeypatch.setattr(devices._core, "flags", lambda: flags)
-    monkeypatch.setattr(devices, "detected", lambda *args: (False, ""))
-    settings = Settings.from_environment({"JAXMPI_DEVICE_TRANSPORT": wish})
-    if " " in expected:
-        with pytest.raises(ValueError, match=expected):
-            devices.choose(settings, {}, platforms)
-        return
-    choice = devices.choose(settings, {}, platforms)
-    assert (choice.transport, choice.flags_asked) == (expected, wish == "flags")
+FLAGS, CHUNK = {"JAXMPI_DEVICE_TRANSPORT": "flags"}, {"JAXMPI_DEVICE_CHUNK": " 8192 "}
+ONE, BOTH = {"CUDA": None, "ROCM": "no driver"}, {"CUDA": None, "ROCM": None}
+AWARE = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
+CHOICES = [
+    # whether the driver of a platform that counts has flags
+    (FLAGS, "cuda", BOTH, {"flags": {"CUDA": True, "ROCM": False}}, {"transport": "flags", "flags_asked": True}),
+    ({}, "cuda", BOTH, {"flags": {"CUDA": True, "ROCM": True}}, {"transport": "callback", "flags_asked": False}),
+    (
+        FLAGS,
+        "cuda",
+        BOTH,
+        {"flags": {"CUDA": False, "ROCM": True}},
+        "the driver of CUDA has no.*leave the variable out",
+    ),
+    ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, "cuda", BOTH, {"flags": {}}, {"transport": "wait"}),
+    # a program that runs on CPUs too may ask for them
+    (FLAGS, None, {"CUDA": "no driver"}, {}, {"platforms": []}),
+    # chunks
+    ({}, None, ONE, {}, {"chunk": devices.CHUNK, "everywhere": False}),
+    ({}, "cuda,cpu", ONE, {}, {"chunk": devices.CHUNK}),
+    ({}, "gpu", ONE, {}, {"chunk": devices.CHUNK}),
+    ({}, "cpu", ONE, {}, {"chunk": 0}),
+    ({}, "rocm", ONE, {}, {"chunk": 0}),
+    ({}, None, ONE, AWARE, {"chunk": 0}),
+    ({}, None, {"CUDA": "no driver"}, {}, {"chunk": 0}),
+    (CHUNK, "cpu", {"CUDA": "no driver"}, {}, {"chunk": 8192, "everywhere": True}),
+    ({"JAXMPI_DEVICE_CHUNK": "0"}, None, ONE, {}, {"chunk": 0, "everywhere": True}),
+    # a driver without devices does not decide: the MPI library reaches the memory of CUDA's alone
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 1, "ROCM": 0}}, {"aware": True, "because": "CUDA: yes"}),
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 0, "ROCM": 2}}, {"aware": False, "because": "ROCM: no"}),
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 1, "ROCM": 1}}, {"aware": False, "because": "CUDA: yes; ROCM: no"}),
+    ({}, None, BOTH, {**AWARE, "counts": {"CUDA": 0, "ROCM": 0}}, {"aware": False, "because": "CUDA: yes; ROCM: no"}),
+    ({}, "cuda,cpu", BOTH, AWARE, {"aware": True, "because": "CUDA: yes", "platforms": ["CUDA", "ROCM"]}),
+    ({}, "rocm", BOTH, AWARE, {"aware": False, "because": "ROCM: no"}),
+    ({}, "cpu", BOTH, AWARE, {"aware": False, "because": "CUDA: yes; ROCM: no"}),
+]
+"""Settings, JAX's platforms, drivers, what is told of them and of the MPI library, and what is chosen."""
 
 
-def test_flags_without_a_driver(monkeypatch):
-    """A program that runs on CPUs too may ask for them: nothing has to be there."""
-    monkeypatch.setattr(devices._core, "drivers", lambda: {"CUDA": "no driver"})
-    assert devices.choose(Settings.from_environment({"JAXMPI_DEVICE_TRANSPORT": "flags"}), {}, None).platforms == []
+def test_choice_of_devices(monkeypatch):
+    def check(row):
+        environment, platforms, drivers, told, expected = row
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and "flags" in told:
+            return
+        monkeypatch.setattr(devices._core, "drivers", lambda: drivers)
+        monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
+        monkeypatch.setattr(devices._core, "flags", lambda: told["flags"])
+        monkeypatch.setattr(devices._core, "device_counts", lambda: told["counts"])  # where it may be asked
+        monkeypatch.setattr(devices, "detected", lambda platform, *_: told.get(platform, (False, "")))
+        settings = Settings.from_environment(environment)
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=expected):
+                devices.choose(settings, {}, platforms)
+            return
+        choice = devices.choose(settings, environment, platforms)
+        found = {name: getattr(choice, name) for name in expected}
+        found["because"] = choice.because.partition("; the MPI library")[0]
+        assert found == {"because": found["because"], **expected}
 
-
-@pytest.mark.parametrize(
-    ("drivers", "aware", "environment", "platforms", "expected"),
-    [
-        (["CUDA"], False, {}, None, devices.CHUNK),
-        (["CUDA"], False, {}, "cuda,cpu", devices.CHUNK),
-        (["CUDA"], False, {}, "gpu", devices.CHUNK),
-        (["CUDA"], False, {}, "cpu", 0),
-        (["CUDA"], False, {}, "rocm", 0),
-        (["CUDA"], True, {}, None, 0),
-        ([], False, {}, None, 0),
-        ([], False, {"JAXMPI_DEVICE_CHUNK": " 8192 "}, "cpu", 8192),
-        (["CUDA"], False, {"JAXMPI_DEVICE_CHUNK": "0"}, None, 0),
-    ],
-)
-def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
-    found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
-    monkeypatch.setattr(devices._core, "drivers", lambda: found)
-    monkeypatch.setattr(devices, "detected", lambda *args: (aware, ""))
-    choice = devices.choose(Settings.from_environment(environment), environment, platforms)
-    assert choice.chunk == expected
-    assert choice.everywhere == bool(environment)
-
-
-@pytest.mark.parametrize(
-    ("platforms", "counts", "aware", "said"),
-    [
-        (None, {"CUDA": 1, "ROCM": 0}, True, "CUDA: yes"),
-        (None, {"CUDA": 0, "ROCM": 2}, False, "ROCM: no"),
-        (None, {"CUDA": 1, "ROCM": 1}, False, "CUDA: yes; ROCM: no"),
-        (None, {"CUDA": 0, "ROCM": 0}, False, "CUDA: yes; ROCM: no"),
-        ("cuda,cpu", None, True, "CUDA: yes"),
-        ("rocm", None, False, "ROCM: no"),
-        ("cpu", None, False, "CUDA: yes; ROCM: no"),
-    ],
-)
-def test_a_driver_without_devices_does_not_decide(monkeypatch, platforms, counts, aware, said):
-    """Both drivers are installed, and the MPI library reaches the memory of CUDA's devices alone."""
-    answers = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
-    monkeypatch.setattr(devices._core, "drivers", lambda: dict.fromkeys(answers))
-    monkeypatch.setattr(devices._core, "device_counts", lambda: counts)  # None: they may not be asked
-    monkeypatch.setattr(devices, "detected", lambda platform, *_: answers[platform])
-    choice = devices.choose(Settings.from_environment({}), {}, platforms)
-    assert choice.aware is aware
-    assert choice.because.startswith(f"{said}; the MPI library")
-    assert choice.platforms == ["CUDA", "ROCM"]
+    each(CHOICES, check)
 
 
 @pytest.mark.parametrize(
@@ -218,39 +203,8 @@ def test_chunks(count, own, rank, size):
     np.testing.assert_allclose(loop(x), y / size, rtol=1e-12)
 
 
-DRIVER = ["CtxPopCurrent", "CtxPushCurrent", "EventRecord", "EventSynchronize", "LaunchHostFunc", "MemcpyDtoHAsync"]
-DRIVER += ["MemcpyHtoDAsync", "StreamGetCtx"]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_driver_fails(device, case):
-    """Each function of the driver that an operation calls: its failure is an exception with the driver's own text."""
-    x = jnp.asarray(case.inputs((3,), np.float32, 1, 0)[0])
-
-    def on(comm):
-        return jax.jit(lambda x: case.call(x, comm, 0))
-
-    call = on(MPI.COMM_SELF)
-    expected = np.asarray(call(x))
-    failed = 0
-    for function in DRIVER:
-        # Of two starts one may be left, and have what is for the next on its communicator.
-        fails = call
-        if case.name == "irecv":
-            fails = on(MPI.COMM_SELF.Dup())
-            fails(x)
-        if said := device.failing(f"cu{function}", lambda fails=fails: fails(x).block_until_ready()):
-            assert f"cu{function} failed: CUDA_ERROR_OUT_OF_MEMORY, code 2" in said
-            assert "jaxmpi." in said
-            assert "rank 0 of 1" in said
-            failed += 1
-        np.testing.assert_array_equal(call(x), expected)
-    assert failed > 4
-
-
 def program(tmp_path, *texts):
     """A program on the simulated device. The bridge leaves deferred errors to the next operation, as XLA does."""
-    path = tmp_path / "program.py"
     head = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -263,10 +217,14 @@ def program(tmp_path, *texts):
         device = simulated.Device(deferring=True)
         x = jnp.arange(6.0)
     """
-    path.write_text("".join(map(textwrap.dedent, (head, *texts))))
-    return path
+    return written(tmp_path, head, *texts)
 
 
+def in_jobs(test):
+    return on_device(pytest.mark.alone(pytest.mark.sampled(pytest.mark.seconds(200)(test))))
+
+
+leaves = pytest.mark.skipif(not simulated.LEAVES, reason="its errors are the operation's own")
 TOO_LONG = """
     def exchange():
         if rank == 0:
@@ -276,16 +234,13 @@ TOO_LONG = """
 """
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(200)
+@in_jobs
+@leaves
 @pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit", "eager"])
 def test_the_next_operation_says(tmp_path, kind):
     """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
     more = f"""
     result = exchange()
-    deferred = simulated.LEAVES
     f = lambda v: notoken.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
     f = {{"jaxmpi.jit": jaxmpi.jit, "jax.jit": jax.jit, "eager": lambda f: f}}[{kind!r}](f)
     said = ""
@@ -301,46 +256,33 @@ def test_the_next_operation_says(tmp_path, kind):
     assert (f(x) == x).all()
     print("said;", flush=True)
     """
-    if not simulated.LEAVES:
-        pytest.skip("its errors are the operation's own")
     assert launch(2, program(tmp_path, TOO_LONG, more)).stdout.count("said;") == 2
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(200)
+@in_jobs
+@leaves
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
 def test_the_end_says(tmp_path, end):
     """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
-    if not simulated.LEAVES:
-        pytest.skip("its errors are the operation's own")
     done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
     assert done.returncode != 0
     assert done.stderr.count("would be truncated") == 1
     assert ("it diverges" in done.stderr) == ("diverges" in end)
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(200)
+@in_jobs
 @pytest.mark.parametrize("value", ["on", "off", "auto"])
 def test_forced(tmp_path, value):
     """One warning in the job where device pointers are forced on a library that is not known to take them."""
-    path = tmp_path / "forced.py"
-    head = "import os\nos.environ['JAX_PLATFORMS'] = 'cuda,cpu'\n"
-    path.write_text(f"{head}import jaxmpi\nprint('aware', jaxmpi._mpi.library.DEVICES.aware, flush=True)\n")
+    program = "import jaxmpi; print('aware', jaxmpi._mpi.library.DEVICES.aware, flush=True)"
     clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_TRANSPORT") if name in os.environ}
-    done = launch(2, path, JAXMPI_DEVICE_MPI=value, **clean)
+    done = launch(2, "-c", program, JAXMPI_DEVICE_MPI=value, JAX_PLATFORMS="cuda,cpu", **clean)
     assert done.stdout.count(f"aware {value == 'on'}") == 2
     assert done.stderr.count("RuntimeWarning: jaxmpi: JAXMPI_DEVICE_MPI=on hands") == (value == "on")
     assert ("says no" in done.stderr) == (value == "on")
 
 
-@on_device
-@pytest.mark.alone
-@pytest.mark.sampled
+@in_jobs
 def test_report():
     done = launch(1, "-m", "jaxmpi.info")
     aware = simulated.TRANSPORT == "aware"

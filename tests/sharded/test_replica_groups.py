@@ -16,24 +16,12 @@ pytestmark = pytest.mark.alone
 
 NOTED = [
     ("{}", [(0, 1, 2, 3)]),
-    ("{{0,2},{1,3}}", [(0, 2), (1, 3)]),
-    ("{{3,1},{0,2}}", [(3, 1), (0, 2)]),
-    ("{{0},{1,2,3}}", [(0,), (1, 2, 3)]),
-    ("[2,2]<=[4]", [(0, 1), (2, 3)]),
     ("[2,2]<=[2,2]T(1,0)", [(0, 2), (1, 3)]),
-    ("[1,4]<=[2,2]T(1,0)", [(0, 2, 1, 3)]),
-    ("mesh['a'=4] {'a'}", [(0, 1, 2, 3)]),
-    ("mesh['a'=4] {}", [(0,), (1,), (2,), (3,)]),
-    ("mesh['a'=4] {'a':(1)2}", [(0, 2), (1, 3)]),
-    ("mesh['a'=4] {'a':(2)2}", [(0, 1), (2, 3)]),
     ("mesh['a'=4] {'a':(2)2,'a':(1)2}", [(0, 2, 1, 3)]),
-    ("mesh['a'=2,'b'=2] {'b'}", [(0, 1), (2, 3)]),
     ("mesh['a'=2,'b'=2] {'b','a'}", [(0, 2, 1, 3)]),
     ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [(0, 2), (1, 3)]),
-    ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [(3, 1), (2, 0)]),
     ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b','a'}", [(3, 2, 1, 0)]),
     ("mesh[a=2,axis_1=2] {a}", [(0, 2), (1, 3)]),
-    ("mesh['a'=1,'b'=4] {'a','b'}", [(0, 1, 2, 3)]),
 ]
 
 
@@ -177,34 +165,21 @@ UNREADABLE = [
     "",
     "somewhat",
     "{{0,1},{2}}",
-    "{{0,1},{2,2}}",
-    "{{0,1},{2,4}}",
-    "{{0,1},{2,3},{}}",
     "{{0,1},{2,3}",
-    "{{0,1},{2,3}} {}",
     "{0,1,2,3}",
-    "{{0,-1},{1,2,3}}",
     "[2,2]<=[5]",
     "[4]<=[4]",
     "[2,2]<=[2,2]T(1,1)",
-    "[2,2]<=[2,2]T(1)",
     "[2,2]<=[4]S",
-    "[2,2]<=[2,2]T(1,0)T(1,0)",
     "mesh['a'=2] {'a'}",
     "mesh['a'=2,'a'=2] {'a'}",
     "mesh['a'=4] {'b'}",
     "mesh['a'=4] {'a','a'}",
     "mesh['a'=4] {'a','a':(1)2}",
-    "mesh['a'=4] {'a':(1)2,'a':(1)2}",
     "mesh['a'=4] {'a':(3)2}",
-    "mesh['a'=4] {'a':(4)2}",
-    "mesh['a'=4] {'a':(0)2}",
     "mesh['a'=4] {'a':2}",
-    "mesh['a'=4] {0}",
     "mesh['a'=4]",
-    "mesh['a'=4], device_ids=(0,1,2) {'a'}",
     "mesh['a'=4], device_ids=(0,1,2,2) {'a'}",
-    "mesh['a'=4], device_ids=(0,1,2,4) {'a'}",
     "mesh['a'=4], device_ids=[4] {'a'}",
     "mesh['a'=4], ids=([4]) {'a'}",
     "mesh['d'ef'=4] {'d'ef'}",
@@ -324,10 +299,7 @@ PROGRAMS = [
     (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p")),
     (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p]")),
     (HEADER + ", num_partitions=4", GOOD.replace("all-reduce", "all-reduce{1}")),
-    (
-        HEADER + ", num_partitions=4",
-        "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0,4}}",
-    ),
+    (HEADER + ", num_partitions=4", "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0,4}}"),
     (HEADER + ", num_partitions=4", "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0}}"),
 ]
 
@@ -353,7 +325,6 @@ def test_unknown_collectives_are_found():
         assert (found.opcode, found.groups) == (opcode, [(0, 1, 2, 3)])
 
 
-@pytest.mark.alone
 @pytest.mark.sampled
 def test_groups_of_a_program_of_xla():
     """Read from what XLA has written for programs of 8 devices of one process."""

@@ -230,18 +230,32 @@ def grids():
 
 @pytest.mark.parametrize("grid", grids(), ids=str)
 def test_two_axes(grid):
-    mesh = Mesh(np.array(jax.devices()).reshape(grid), ("a", "b"))
-    blocks = values((*grid, 4), "int32", 5)
+    """Of processes in an order that is drawn; and in the order of several axes."""
+    order = random.Random(SIZE).sample(range(SIZE), SIZE)
+    mesh = Mesh(np.array([jax.devices()[i] for i in order]).reshape(grid), ("a", "b"))
+    blocks = values((*grid, 4 * SIZE), "int32", 5)
     x = place(blocks.reshape(grid[0], -1), mesh, P("a", "b"))
 
     def body(x):
-        return lax.psum(x, "a"), lax.psum(x, "b"), lax.psum(x, ("a", "b")), lax.all_gather(x, "b", axis=1, tiled=True)
+        sums = [lax.psum(x, axes) for axes in ("a", "b", ("a", "b"))]
+        rows = [lax.all_gather(x, axes) for axes in ("b", ("a", "b"), ("b", "a"))]
+        around = lax.ppermute(x, ("b", "a"), PERMUTATIONS["around"](SIZE))
+        parts = [lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for axes in (("a", "b"), ("b", "a"))]
+        return [jnp.stack([y.reshape(-1) for y in ys]) for ys in (sums, rows[:1], rows[1:], [around], parts)]
 
-    by_a, by_b, by_both, rows = over(mesh, body, P("a", "b"), (P(None, "b"), P("a"), P(), P("a")))(x)
-    check(by_a, blocks.sum(0, dtype=np.int32).reshape(1, -1))
-    check(by_b, blocks.sum(1, dtype=np.int32))
-    check(by_both, blocks.sum((0, 1), dtype=np.int32)[None])
-    check(rows, blocks.reshape(grid[0], -1))
+    found = over(mesh, body, P("a", "b"), P("a", "b"))(x)
+    a, b = (int(i[0]) for i in np.nonzero(np.array(order).reshape(grid) == RANK))
+    by_rows, by_columns = (its.reshape(SIZE, -1) for its in (blocks, blocks.swapaxes(0, 1)))
+    total, place_of = blocks.sum((0, 1), dtype=np.int32), (a * grid[1] + b, b * grid[0] + a)
+    expected = [
+        [blocks.sum(0, dtype=np.int32)[b], blocks.sum(1, dtype=np.int32)[a], total],
+        [blocks[a]],
+        [by_rows, by_columns],
+        [by_columns[place_of[1] - 1]],
+        [total.reshape(SIZE, 4)[i] for i in place_of],
+    ]
+    for result, its in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(result.addressable_data(0), [y.reshape(-1) for y in its])
 
 
 def orders():
@@ -275,88 +289,6 @@ def test_a_program_of_some_then_of_all_then_of_others():
             x = place(np.arange(len(processes), dtype=np.float32) + 1, line(tuple(processes)), P("p"))
             found = over(line(tuple(processes)), lambda x: lax.psum(x, "p"), out=P())(x)
             assert float(found.addressable_data(0)[0]) == sum(range(1, len(processes) + 1))
-
-
-# --- random programs ---
-
-
-def random_steps(rng, axes, length):
-    kinds = ["psum", "pmax", "around", "gather", "transpose", "scatter", "local"]
-    return [(rng.choice(kinds), rng.choice(axes), rng.randint(1, 3)) for _ in range(length)]
-
-
-def by_jax(steps, sizes):
-    """Of a block (m, m), m a multiple of all sizes: values modulo a prime, so that integers stay small."""
-
-    def body(x):
-        for kind, axis, number in steps:
-            n = math.prod(sizes[name] for name in axis)
-            if kind == "psum":
-                x = lax.psum(x, axis) % 97
-            elif kind == "pmax":
-                x = lax.pmax(x * number % 97, axis)
-            elif kind == "around":
-                x = lax.ppermute(x, axis, [(i, (i + number) % n) for i in range(n)])
-            elif kind == "gather":
-                x = lax.all_gather(x, axis, axis=0, tiled=True)[::n]
-            elif kind == "transpose":
-                x = lax.all_to_all(x, axis, 0, 1, tiled=True).reshape(x.shape)
-            elif kind == "scatter":
-                x = jnp.tile(lax.psum_scatter(x, axis, tiled=True), (n, 1)) % 97
-            else:
-                x = (x * number + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)) % 97
-        return x
-
-    return body
-
-
-def by_numpy(steps, sizes, blocks):
-    """The same on the blocks of all processes, (*mesh, m, m)."""
-    names = list(sizes)
-    for kind, axis, number in steps:
-        over_axes = [names.index(name) for name in axis]
-        rest = [i for i in range(len(names)) if i not in over_axes]
-        order = rest + over_axes
-        back = np.argsort([*order, len(names), len(names) + 1])
-        n = math.prod(sizes[name] for name in axis)
-        lined = blocks.transpose(*order, -2, -1)
-        shape = lined.shape
-        lined = lined.reshape(-1, n, *blocks.shape[-2:])  # (rest, n, m, m)
-        m = blocks.shape[-1]
-        if kind == "psum":
-            new = np.repeat(lined.sum(1, keepdims=True), n, 1) % 97
-        elif kind == "pmax":
-            new = np.repeat((lined * number % 97).max(1, keepdims=True), n, 1)
-        elif kind == "around":
-            new = np.roll(lined, number, 1)
-        elif kind == "gather":
-            new = np.repeat(lined.reshape(-1, 1, n * m, m)[:, :, ::n], n, 1)
-        elif kind == "transpose":
-            parts = lined.reshape(-1, n, n, m // n, m)  # from, to
-            new = parts.swapaxes(1, 2)  # to, from
-            new = np.concatenate([new[:, :, i] for i in range(n)], -1).reshape(-1, n, m, m)
-        elif kind == "scatter":
-            total = lined.sum(1).reshape(-1, n, m // n, m)
-            new = np.tile(total, (1, 1, n, 1)) % 97
-        else:
-            new = (lined * number + np.arange(m * m).reshape(m, m)) % 97
-        blocks = new.reshape(shape).transpose(back)
-    return blocks
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_programs(seed):
-    rng = random.Random(seed)
-    grid = rng.choice(grids())
-    sizes = dict(zip(("a", "b"), grid, strict=True))
-    mesh = Mesh(np.array(rng.sample(jax.devices(), SIZE)).reshape(grid), ("a", "b"))
-    steps = random_steps(rng, [("a",), ("b",), ("a", "b"), ("b", "a")], 6)
-    m = SIZE
-    blocks = np.random.default_rng(seed).integers(0, 97, (*grid, m, m)).astype(np.int32)
-    whole = blocks.transpose(0, 2, 1, 3).reshape(grid[0] * m, grid[1] * m)
-    found = over(mesh, by_jax(steps, sizes), P("a", "b"), P("a", "b"))(place(whole, mesh, P("a", "b")))
-    result = by_numpy(steps, sizes, blocks.astype(np.int64)).astype(np.int32)
-    check(found, result.transpose(0, 2, 1, 3).reshape(whole.shape))
 
 
 # --- what JAX's own utilities do ---

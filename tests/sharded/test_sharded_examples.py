@@ -3,10 +3,7 @@
 That one runs without a launcher, and so without a word of MPI."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -23,14 +20,9 @@ pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.nightly, pytes
 
 def outputs(name, arguments):
     """What the example prints alone, and then in each of the jobs; its arguments for so many processes are given."""
-    program = str(EXAMPLES / f"{name}.py")
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_ENABLE_X64"}
-    environment.update(JAX_PLATFORMS="cpu", **AS_USERS_DO)
-    command = [sys.executable, program, *arguments(1)]
-    alone = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert alone.returncode == 0, alone.stderr
-    jobs = (launch(n, "--collectives", kind, program, *arguments(n), **AS_USERS_DO) for n, kind in JOBS)
-    return alone.stdout, *(job.stdout for job in jobs)
+    jobs = [(0, ()), *((n, ("--collectives", kind)) for n, kind in JOBS)]
+    program = EXAMPLES / f"{name}.py"
+    return [launch(n, *options, program, *arguments(n or 1), **AS_USERS_DO).stdout for n, options in jobs]
 
 
 def numbers(pattern, text, lines):

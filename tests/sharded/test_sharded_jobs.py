@@ -3,12 +3,11 @@
 import re
 import signal
 import socket
-import textwrap
 
 import pytest
 
 from jaxmpi._sharded.hlo import groups_of
-from support.launch import launch
+from support.launch import launch, written
 from support.rows import each
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled]
@@ -40,8 +39,7 @@ def job(tmp_path):
     """Runs a program behind COMMON, or without it, as a job of sharded programs."""
 
     def run(text, *options, ranks=2, common=True, collectives="mpi", arguments=(), **settings):
-        program = tmp_path / "program.py"
-        program.write_text((COMMON if common else "") + textwrap.dedent(text))
+        program = written(tmp_path, COMMON if common else "", text)
         chosen = ["--collectives", collectives] if collectives else []
         return launch(ranks, *chosen, *options, program, *arguments, **settings)
 
@@ -58,17 +56,22 @@ def said(done):
     return sorted(re.findall(r"\d of \d: [\d.]+;", done.stdout))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("collectives", ["mpi", "gloo"])
-def test_a_job_behind_a_proxy(job, collectives):
-    """The processes find each other without a word, also if a proxy is set that cannot reach them."""
-    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    assert said(job(SAID, collectives=collectives, **proxy)) == EXPECTED
+PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+BEGINNINGS = {
+    "mpi, behind a proxy that cannot reach them": ("", {**PROXY}),
+    "gloo, behind a proxy that cannot reach them": ("", {"collectives": "gloo", **PROXY}),
+    "jax.distributed.initialize": ("import jax\njax.distributed.initialize()\n", {}),
+    # By the older name; the tests below use the newer one.
+    "plain launcher": ("import jaxmpi.collectives\njaxmpi.collectives.install()\n", {"collectives": "", "plain": True}),
+}
 
 
 @pytest.mark.nightly
-def test_initialize_may_be_called(job):
-    assert said(job("jax.distributed.initialize()\n" + SAID)) == EXPECTED
+@pytest.mark.parametrize("how", BEGINNINGS)
+def test_beginnings(job, how):
+    """The processes find each other without a word, or with few."""
+    text, options = BEGINNINGS[how]
+    assert said(job(f"{text}{COMMON}{SAID}", common=False, **options)) == EXPECTED
 
 
 ADDRESSES = """
@@ -130,45 +133,11 @@ print(f"{rank}: {sharded}, {notoken.allreduce(float(rank + 1), MPI.SUM)};")
 
 
 @pytest.mark.nightly
-def test_initialize_of_one_process_under_a_plain_launcher(job):
-    done = job(FOUND + "jax.distributed.initialize()\n" + FOUND_AND_SUMMED, ranks=1, collectives="", plain=True)
-    assert done.stdout == "0: 1, 1.0;\n"
-
-
-@pytest.mark.nightly
 def test_initialize_with_some_arguments_under_a_plain_launcher(job):
     """What the program says is kept, the rest is found."""
     start = 'jax.distributed.initialize(f"127.0.0.1:{MPI.COMM_WORLD.bcast(20000 + os.getpid() % 20000)}")\n'
     done = job(FOUND + start + FOUND_AND_SUMMED, collectives="", plain=True)
     assert sorted(re.findall(r".*;", done.stdout)) == ["0: 3, 3.0;", "1: 3, 3.0;"]
-
-
-@pytest.mark.nightly
-def test_initialize_alone_with_a_process_beside_it(job):
-    """Processes that no launcher of MPI has started are told by the program, as without jaxmpi."""
-    text = """
-    import socket, subprocess
-    other, process = None, 1
-    if len(sys.argv) == 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            sys.argv.append(str(free.getsockname()[1]))
-        other, process = subprocess.Popen([sys.executable, *sys.argv]), 0
-    import jaxmpi
-    jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, process)
-    print(f"{jax.process_index()} of {jax.process_count()}, {total()};", flush=True)
-    jax.distributed.shutdown()
-    sys.exit(other and other.wait())
-    """
-    done = job(text, ranks=0, collectives="")
-    assert sorted(re.findall(r".*;", done.stdout)) == ["0 of 2, 2.0;", "1 of 2, 2.0;"]
-
-
-@pytest.mark.nightly
-def test_installed_under_a_plain_launcher(job):
-    # By the older name; the tests below use the newer one.
-    text = "import jaxmpi.collectives\njaxmpi.collectives.install()\n" + COMMON + SAID
-    assert said(job(text, common=False, collectives="", plain=True)) == EXPECTED
 
 
 def test_installed_too_late(job):
@@ -204,20 +173,6 @@ def test_a_rank_that_does_not_come_is_named(job, missing):
     assert done.returncode != 0
     assert f"waits for rank {missing} to start jax.distributed" in done.stderr
     assert re.search(rf"rank {missing} (of 3 did not begin|has not begun) to use JAX", done.stderr)
-
-
-@pytest.mark.nightly
-def test_another_process_than_the_rank(job):
-    text = """
-    from mpi4py import MPI
-    rank = MPI.COMM_WORLD.rank
-    address = MPI.COMM_WORLD.bcast(f"127.0.0.1:{20000 + os.getpid() % 20000}")
-    jax.distributed.initialize(address, 2, 1 - rank)
-    jax.devices()
-    """
-    done = job(text, check=False)
-    assert done.returncode != 0
-    assert re.search(r"was told process \d of 2, but this is rank \d of 2", done.stderr)
 
 
 REFUSED = """
@@ -273,31 +228,52 @@ def test_what_waits_is_reported_and_what_is_refused(job, tmp_path):
         assert "x.addressable_data(0)" in errors[name]
 
 
-@pytest.mark.nightly
-def test_several_devices_of_a_process(job):
-    text = """
-    try:
+WRONG = {
+    "another process than the rank": (
+        """
+        from mpi4py import MPI
+        address = MPI.COMM_WORLD.bcast(f"127.0.0.1:{20000 + os.getpid() % 20000}")
+        jax.distributed.initialize(address, 2, 1 - MPI.COMM_WORLD.rank)
+        jax.devices()
+        """,
+        {},
+        r"was told process \d of 2, but this is rank \d of 2",
+    ),
+    "several devices of a process": (
+        "total()",
+        {"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""},
+        "NotImplementedError: jaxmpi: a collective between 4 devices of 2 processes",
+    ),
+    "other lengths on other processes": (
+        """
+        mesh = line()
+        x = place(np.ones(2 * (3 + jax.process_index()), np.float32), mesh)
+        over(mesh, lambda x: lax.psum(x, "p"))(x).block_until_ready()
+        """,
+        {"JAXMPI_CHECK": "1"},
+        r"allreduce on rank \d of 2: .*(3 float32|4 float32)",
+    ),
+    "a JAX that executes programs in another way": (
+        """
+        jax.devices()
+        from jaxmpi._sharded import communicators
+        communicators._ready = lambda execute: None
         total()
-    except NotImplementedError as error:
-        print(f"said: {error};")
-    """
-    done = job(text, JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="")
-    assert done.stdout.count("said: jaxmpi: a collective between 4 devices of 2 processes") == 2
+        """,
+        {},
+        "jaxmpi has no communicator for this program",
+    ),
+}
+"""Programs, settings, and what is said."""
 
 
 @pytest.mark.nightly
-def test_other_lengths_on_other_processes(job):
-    """JAXMPI_CHECK compares JAX's collectives, too."""
-    text = """
-    mesh = line()
-    total()
-    n = 3 + jax.process_index()
-    x = place(np.ones(n * 2, np.float32), mesh)
-    over(mesh, lambda x: lax.psum(x, "p"))(x).block_until_ready()
-    """
-    done = job(text, check=False, JAXMPI_CHECK="1")
+@pytest.mark.parametrize("what", WRONG)
+def test_a_job_that_is_wrong(job, what):
+    text, settings, told = WRONG[what]
+    done = job(text, check=False, **settings)
     assert done.returncode != 0
-    assert re.search(r"allreduce on rank \d of 2: .*(3 float32|4 float32)", done.stderr), done.stderr
+    assert re.search(told, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -332,20 +308,6 @@ def test_sigterm_of_the_launcher(job):
     assert "not reached;" not in done.stdout
 
 
-@pytest.mark.nightly
-def test_a_program_that_was_not_looked_at(job):
-    """If JAX no longer executes programs by way of what jaxmpi replaces, XLA gets no communicator, and says so."""
-    text = """
-    jax.devices()
-    from jaxmpi._sharded import communicators
-    communicators._ready = lambda execute: None
-    total()
-    """
-    done = job(text, check=False)
-    assert done.returncode != 0
-    assert "jaxmpi has no communicator for this program" in done.stderr
-
-
 # --- what is refused of a program's text: on one rank alone ---
 
 
@@ -355,47 +317,41 @@ ENTRY %main {{
   ROOT %x.1 = {} {}(%y), {}, metadata={{op_name="jit(f)/here"}}
 }}
 """
-
-
+PAIRS, GROUPS = "source_target_pairs={{0,1}}", "replica_groups={{0,1}}"
 XLA = [
-    ("f32[2147483647]{0}", "all-reduce", None),
-    ("f32[2147483648]{0}", "all-reduce", "more than 2147483647 elements"),
-    ("(f32[3]{0}, f32[65536,65536]{1,0})", "all-reduce", "more than 2147483647 elements"),
-    ("bf16[7]{0}", "all-reduce", "has no bf16"),
-    ("f8e4m3fn[7]{0}", "all-gather", "has no f8e4m3fn"),
-    ("f8e4m3fn[2147483647]{0}", "collective-permute", None),
-    ("f32[536870912]{0}", "collective-permute", "more than 2147483647 bytes"),
-    ("(c128[134217728]{0})", "all-to-all", "more than 2147483647 bytes"),
-    ("pred[]", "all-reduce", None),
-    ("f32[7]{0}", "collective-broadcast", "XLA has no collective-broadcast by MPI"),
-    ("f32[7]{0}", "all-to-none", "XLA has no all-to-none by MPI"),
+    ("f32[2147483647]{0}", "all-reduce", GROUPS, None),
+    ("f32[2147483648]{0}", "all-reduce", GROUPS, "more than 2147483647 elements"),
+    ("(f32[3]{0}, f32[65536,65536]{1,0})", "all-reduce", GROUPS, "more than 2147483647 elements"),
+    ("bf16[7]{0}", "all-reduce", GROUPS, "has no bf16"),
+    ("f8e4m3fn[7]{0}", "all-gather", GROUPS, "has no f8e4m3fn"),
+    ("f8e4m3fn[2147483647]{0}", "collective-permute", PAIRS, None),
+    ("f32[536870912]{0}", "collective-permute", PAIRS, "more than 2147483647 bytes"),
+    ("(c128[134217728]{0})", "all-to-all", GROUPS, "more than 2147483647 bytes"),
+    ("pred[]", "all-reduce", GROUPS, None),
+    ("f32[7]{0}", "collective-broadcast", GROUPS, "XLA has no collective-broadcast by MPI"),
+    ("f32[7]{0}", "all-to-none", GROUPS, "XLA has no all-to-none by MPI"),
+    (
+        "f32[]",
+        "all-reduce",
+        "replica_groups=mesh['a'=2] {'a'}|{'b'}",
+        r"cannot read \(.*instead of an attribute.*\): use ",
+    ),
+    ("f32[]", "all-reduce", "replica_groups={{0},{0}}", r"cannot read \(.*do not have each of 2 ids once.*\): use "),
+    ("f32[]", "all-reduce", "replica_groups=mesh['it's'=2] {'it's'}", r"cannot read \(.*instead of.*\): use --coll"),
 ]
 
 
 def test_what_xla_cannot_pass_to_mpi():
     def check(row):
-        shape, name, error = row
-        groups = "source_target_pairs={{0,1}}" if name == "collective-permute" else "replica_groups={{0,1}}"
+        shape, name, groups, error = row
         text = TEXT.format(shape, name, groups)
         if error is None:
             assert groups_of(text, 2) == [(0, 1)]
             return
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=error) as raised:
             groups_of(text, 2)
-        assert "(jit(f)/here)" in str(raised.value)
+        assert "cannot read" in error or "(jit(f)/here)" in str(raised.value)
 
     each(XLA, check)
-
-
-def test_groups_that_cannot_be_read():
-    for groups, said in (
-        ("mesh['a'=2] {'a'}|{'b'}", "instead of an attribute"),
-        ("{{0},{0}}", "do not have each of 2 ids once"),
-        ("mesh['it's'=2] {'it's'}", "instead of"),
-    ):
-        text = TEXT.format("f32[]", "all-reduce", f"replica_groups={groups}")
-        with pytest.raises(NotImplementedError, match=r"cannot read \(.*\): use --collectives gloo") as raised:
-            groups_of(text, 2)
-        assert said in str(raised.value)
     with pytest.raises(NotImplementedError, match="2 devices instead of 3"):
         groups_of(TEXT.format("f32[]", "all-reduce", "replica_groups={}"), 3)

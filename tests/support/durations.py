@@ -47,8 +47,7 @@ def added(folder):
             run = runs[path.parent, its["test"], its["kind"]]
             run[0] = max(run[0], its["wall"])
             run[1] += its["cpu"]
-    tables = {"test": defaultdict(lambda: [0.0, 0.0, 0]), "file": defaultdict(lambda: [0.0, 0.0, 0])}
-    tables["kind"] = defaultdict(lambda: [0.0, 0.0, 0])
+    tables = {name: defaultdict(lambda: [0.0, 0.0, 0]) for name in ("test", "file", "kind")}
     for (_, test, kind), (wall, processor) in runs.items():
         for table, key in (("test", test), ("file", test.partition("::")[0]), ("kind", kind)):
             row = tables[table][key]

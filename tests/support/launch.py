@@ -1,17 +1,27 @@
 """Starts programs on several ranks from a test that itself runs on one."""
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import uuid
 
 from jaxmpi import run
 from support import limits
+
+
+def written(folder, *parts, name="program.py"):
+    """A program of these parts, each without the indentation that all its lines have."""
+    program = folder / name
+    program.write_text("\n".join(map(textwrap.dedent, parts)))
+    return program
+
 
 # What an MPI library leaves in the environment of its process; a child must not take itself for a part of that job.
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENABLE_X64")
@@ -43,6 +53,20 @@ def started(command, seconds=60, **options):
             raise
 
 
+@functools.cache
+def is_openmpi():
+    """Whether the MPI of this environment is."""
+    return run.flavour(run.find_mpiexec() or "") == "openmpi"
+
+
+def until(condition, seconds=60):
+    """Waits for a condition; whether it has come."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
 def outside_of_a_job():
     """The variables of this process, without those of a rank."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
@@ -57,7 +81,6 @@ def launch(
     interrupt_at=None,
     said=1,
     by=signal.SIGINT,
-    reader="",
     through=(),
     **environment,
 ):
@@ -67,7 +90,6 @@ def launch(
 
     `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this `said` times, or the launcher gets the
     signal `by`.
-    `reader`: who reads the program's output does so "late", or "goes" after the first line.
     `through`: the words before the command, which run it elsewhere.
 
     A job that is not done in `timeout` seconds, or in the time that the test has, is an error; so is one that leaves
@@ -84,7 +106,7 @@ def launch(
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])
     try:
-        done = _run(command, clean, limits.within(timeout), interrupt_at, said, by, reader)
+        done = _run(command, clean, limits.within(timeout), interrupt_at, said, by)
     finally:
         left = end_what_is_left(job)
     assert not left, f"{command} has left processes running: {left}"
@@ -93,7 +115,7 @@ def launch(
     return done
 
 
-def _run(command, environment, timeout, interrupt_at, said, by, reader):
+def _run(command, environment, timeout, interrupt_at, said, by):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with started(command, timeout + LATE_SECONDS, env=environment, start_new_session=True, **pipes) as process:
         seen = ""
@@ -101,18 +123,12 @@ def _run(command, environment, timeout, interrupt_at, said, by, reader):
             while seen.count(interrupt_at) < said and (line := process.stdout.readline()):
                 seen += line
             process.send_signal(by)
-        if reader == "late":
-            time.sleep(LATE_SECONDS)
-        if reader == "goes":
-            seen = process.stdout.readline()
-            process.stdout.close()
-            process.stdout = None
         try:
             output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as late:
             print(seen, *(text.decode() for text in (late.stdout, late.stderr) if text), sep="\n")
             raise
-    return subprocess.CompletedProcess(command, process.returncode, seen + (output or ""), errors)
+    return subprocess.CompletedProcess(command, process.returncode, seen + output, errors)
 
 
 def end_what_is_left(job):

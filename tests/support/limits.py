@@ -20,8 +20,8 @@ from pathlib import Path
 
 VARIABLE = "JAXMPI_TEST_PROCESS"
 SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
-PATIENCE = "JAXMPI_TEST_PATIENCE"
-"""The variable that says for how long the guard waits between two signals: 5 seconds."""
+PATIENCE = 5
+"""For so many seconds the guard waits between two signals."""
 TO_TIDY_UP = 10
 """Seconds that a job's end may take."""
 _deadline = None
@@ -58,14 +58,7 @@ def begin() -> None:
     """Starts the guard. It ends what this process starts from here on."""
     os.environ[VARIABLE] = str(uuid.uuid4())
     reader, _ = os.pipe()  # the other end is open, in this process alone, until it ends
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        __file__,
-        f"{VARIABLE}={os.environ[VARIABLE]}",
-        os.environ.get(PATIENCE, "5"),
-    ]
+    command = [sys.executable, "-I", "-S", __file__, f"{VARIABLE}={os.environ[VARIABLE]}"]
     nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True, "env": {}}
     _guards.append(subprocess.Popen(command, stdin=reader, **nowhere))
     os.close(reader)
@@ -92,15 +85,15 @@ def within(seconds: float) -> float:
     return seconds if _deadline is None else max(1, min(seconds, _deadline - time.monotonic() - TO_TIDY_UP))
 
 
-def _guard(variable: str, patience: float) -> None:
+def _guard(variable: str) -> None:
     sys.stdin.buffer.read()
     for by in (signal.SIGTERM, signal.SIGKILL):
         left = processes(variable)
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, by)
-        ended(left, patience)
+        ended(left, PATIENCE)
 
 
 if __name__ == "__main__":
-    _guard(sys.argv[1], float(sys.argv[2]))
+    _guard(sys.argv[1])

@@ -8,7 +8,6 @@ the folder of the libraries that tests/device/meson.build makes.
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 TRANSPORT = os.environ.get("JAXMPI_TEST_DEVICE", "")
@@ -70,19 +69,6 @@ class Device:
             jax.ffi.register_ffi_target(f"simulated_{name}", stages, platform="cpu")
         for operation in OPERATIONS:
             operation.lower_to("simulated_{}", ("cpu",))
-
-    def failing(self, function: str, call: Callable[[], object]) -> str:
-        """What is said of a call in which the driver's function runs out of memory; nothing where it is not called."""
-        self.check()
-        self._bridge.bridge_fail(function.encode(), 1, 2)
-        said = ""
-        try:
-            call()
-        except Exception as error:
-            said = str(error)
-        called = self._bridge.bridge_calls(function.encode()) > 0
-        assert called == bool(said), (function, called, said)
-        return said
 
     def check(self) -> None:
         """Raises AssertionError if a rule of the driver was broken since the last check, or memory is left behind."""

@@ -44,12 +44,8 @@ class Hosts:
         one, two = (process.pid for process in self.processes)
         self._ip("link", "add", "veth-jm1", "netns", one, "type", "veth", "peer", "name", "veth-jm2", "netns", two)
         for name, address, link in zip(NAMES, ADDRESSES, ("veth-jm1", "veth-jm2"), strict=True):
-            for words in (
-                ("addr", "add", f"{address}/24", "dev", link),
-                ("link", "set", link, "up"),
-                ("link", "set", "lo", "up"),
-            ):
-                subprocess.run([*self.enter(name), "ip", *words], check=True, capture_output=True)
+            for words in (f"addr add {address}/24 dev {link}", f"link set {link} up", "link set lo up"):
+                subprocess.run([*self.enter(name), "ip", *words.split()], check=True, capture_output=True)
 
     def _begin(self, name):
         """A process that keeps a host's namespaces; they end with it."""
@@ -61,17 +57,8 @@ class Hosts:
             echo ready
             exec sleep 100000
         """
-        command = [
-            "unshare",
-            "--net",
-            "--uts",
-            "--mount",
-            "--propagation",
-            "private",
-            "sh",
-            "-ec",
-            textwrap.dedent(prepare),
-        ]
+        apart = ["unshare", "--net", "--uts", "--mount", "--propagation", "private"]
+        command = [*apart, "sh", "-ec", textwrap.dedent(prepare)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         if process.stdout.readline() != "ready\n":
