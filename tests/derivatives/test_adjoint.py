@@ -1,9 +1,5 @@
-"""Derivatives of every operation: adjoints by the dot-product test, tangents by finite differences, on all ranks.
-
-Stack the arrays of all ranks into one vector: an operation is a map of it with one Jacobian J, of which each rank has
-rows and columns. For any v and w, <J v, w> = <v, J' w> summed over the ranks. Finite differences of the operation
-itself, at x + h v on all ranks, are the witness of J v.
-"""
+"""Derivatives of every operation: adjoints by the dot-product test, tangents by finite differences, on all ranks, as
+support/derivatives.py has them."""
 
 import itertools
 
@@ -112,35 +108,6 @@ def test_pair_in_two_functions(comm, rank, size):
 
     x = draw((3,), float, rank, 0)
     check_wrapped(lambda wrap: wrap(f), x, WRAPS, comm)
-    xs = comm.allgather(np.asarray(x))
-
-    def chain(xs):
-        y = jnp.ones(3)
-        for i, x in enumerate(xs):
-            y = (y if i == 0 else jnp.sin(y)) * x
-        return jnp.sum(2 * y)
-
-    for way in (EAGER, jaxmpi.jit):
-        gradient = way(jax.grad(lambda x: jnp.sum(f(x))))(x)
-        np.testing.assert_allclose(gradient, jax.jit(jax.grad(chain))(xs)[rank], rtol=1e-12)
-
-
-@needs_new_jax
-@pytest.mark.ranks(2)
-def test_pair_in_scan(comm, rank, size):
-    """A pipeline: in each step a rank takes the value of the one before and sends its own."""
-
-    def f(x):
-        def step(y, _):
-            got = notoken.recv(jnp.zeros(2), rank - 1, tag=1) if rank > 0 else x
-            y = jnp.tanh(got + 0.5 * y * x)
-            if rank < size - 1:
-                notoken.send(y, rank + 1, tag=1)
-            return y, None
-
-        return lax.scan(jax.checkpoint(step), x, None, length=5)[0]
-
-    check(f, draw((2,), float, rank, 0), comm)
 
 
 @needs_new_jax
@@ -361,25 +328,9 @@ def test_jacobians(cases, comm, rank, size):
 
 
 @needs_new_jax
-def test_jacobian_of_an_unused_result(comm, rank, size):
-    """jacrev maps a cotangent that on other ranks is a zero nobody has asked for."""
-    x = draw((2,), float, rank, 0)
-
-    def f(x):
-        y = notoken.bcast(x, 0)
-        return y * 2 if rank == size - 1 else x
-
-    expected = np.zeros((2, 2))
-    if rank == 0:
-        expected += 2 * np.eye(2)
-    if rank != size - 1:
-        expected += np.eye(2)
-    np.testing.assert_allclose(jax.jacrev(f)(x), expected)
-
-
-@needs_new_jax
 def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
-    """vmap of derivatives of a function whose result one rank does not use, and of one where it is a constant."""
+    """vmap of derivatives of a function whose result one rank does not use, and of one where it is a constant. jacrev
+    maps a cotangent that on other ranks is a zero nobody has asked for."""
 
     def f(x):
         y = notoken.bcast(x, 0)
@@ -389,6 +340,7 @@ def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
     derivatives = (
         jax.grad(f),
         jax.hessian(f),
+        jax.jacrev(lambda x: (notoken.bcast(x, 0) ** 2, x)[int(rank < size - 1)]),
         jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
         lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1],
     )
@@ -532,56 +484,26 @@ def test_pair_in_checkpoints(comm, rank, size):
     check_wrapped(f, x, {name: WRAPS[name] for name in ("plain", "checkpoint")}, comm)
 
 
-def test_while_of_a_constant_on_one_rank(comm, rank, size):
-    def f(x):
-        start = (x if rank == 0 else jnp.ones(2), 0)
-        return lax.while_loop(lambda c: c[1] < 3, lambda c: (notoken.scan(c[0], MPI.SUM), c[1] + 1), start)[0] + 0 * x
-
-    x, v = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
-    for way in (EAGER, jax.jit):
-        value, tangent = way(lambda x, v: jax.jvp(f, (x,), (v,)))(x, v)
-        near = [value, *map(jax.jit(f), (x, x + 1e-6 * v, x - 1e-6 * v))]
-        np.testing.assert_allclose(near[0], near[1], rtol=1e-12)
-        np.testing.assert_allclose(tangent, (near[2] - near[3]) / 2e-6, rtol=1e-6, atol=1e-8)
-
-
 def test_cond_and_while(comm, rank, size):
-    x = draw((3,), float, rank, 0)
+    """Of what depends on something on all ranks, and of a constant on all ranks but one."""
+    x, v = draw((3,), float, rank, 0), draw((3,), float, rank, 1)
 
     def branches(x):
         return lax.cond(x.size > 2, lambda x: notoken.scan(x, MPI.SUM), lambda x: x, x)
 
-    def loop(x):
-        return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.sin(notoken.scan(c[0], MPI.SUM)), c[1] + 1), (x, 0))[0]
+    def loop(start):
+        return lax.while_loop(
+            lambda c: c[1] < 3, lambda c: (jnp.sin(notoken.scan(c[0], MPI.SUM)), c[1] + 1), (start, 0)
+        )[0]
 
     check(branches, x, comm)
-    v = draw((3,), float, rank, 1)
-    _, tangent = jax.jit(lambda x, v: jax.jvp(loop, (x,), (v,)))(x, v)
-    above, below = map(jax.jit(loop), (x + 1e-6 * v, x - 1e-6 * v))
-    np.testing.assert_allclose(tangent, (above - below) / 2e-6, rtol=1e-6, atol=1e-8)
-
-
-def test_custom_rules_that_communicate(comm, rank, size):
-    """custom_vjp and custom_jvp functions that communicate, and linearize."""
-
-    @jax.custom_vjp
-    def total(x):
-        return notoken.scan(x, MPI.SUM)
-
-    total.defvjp(lambda x: (total(x), None), lambda _, ct: jax.vjp(lambda x: notoken.scan(x, MPI.SUM), ct)[1](ct))
-
-    @jax.custom_jvp
-    def twice(x):
-        return 2 * notoken.bcast(x, 0)
-
-    twice.defjvp(lambda p, t: (twice(*p), 2 * notoken.bcast(t[0], 0)))
-    x = draw((3,), float, rank, 0)
-    np.testing.assert_allclose(
-        jax.vjp(total, x)[1](x)[0], jax.vjp(lambda x: notoken.scan(x, MPI.SUM), x)[1](x)[0], rtol=1e-12
-    )
-    check(twice, x, comm)
-    _, push = jax.linearize(lambda x: notoken.scan(x, MPI.SUM) ** 2, x)
-    np.testing.assert_allclose(push(x), jax.jvp(lambda x: notoken.scan(x, MPI.SUM) ** 2, (x,), (x,))[1], rtol=1e-12)
+    for f in (loop, lambda x: loop(x if rank == 0 else jnp.ones(3)) + 0 * x):
+        near = [*map(jax.jit(f), (x, x + 1e-6 * v, x - 1e-6 * v))]
+        for way in (EAGER, jax.jit):
+            value, tangent = way(lambda x, v, f=f: jax.jvp(f, (x,), (v,)))(x, v)
+            np.testing.assert_allclose(value, near[0], rtol=1e-12)
+            np.testing.assert_allclose(tangent, (near[1] - near[2]) / 2e-6, rtol=1e-6, atol=1e-8)
+            np.testing.assert_allclose(way(lambda x, v, f=f: jax.linearize(f, x)[1](v))(x, v), tangent, rtol=1e-12)
 
 
 def distributed_solve(a, b, comm, iterations):
@@ -626,35 +548,6 @@ def test_conjugate_gradients(comm, rank, size):
         return gradient.lower(a, b).compile().memory_analysis().temp_size_in_bytes
 
     assert memory(10) == memory(10_000), "memory does not grow with the iterations"
-
-
-def test_solve_that_is_not_symmetric(comm, rank, size):
-    """custom_linear_solve transposes its matvec, with the communication in it."""
-    left, right = (rank - 1) % size, (rank + 1) % size
-    w = jnp.asarray(np.random.default_rng([3, rank]).uniform(-0.4, 0.4, size=3))
-    b = draw((3,), float, rank, 0)
-
-    def solution(w, b):
-        def matvec(u):
-            ring = notoken.sendrecv(u, jnp.zeros(3), left, right)
-            return 2 * u + w * ring + 0.1 * notoken.bcast(u if rank == 0 else 0 * u, 0)
-
-        def solve(matvec, b):
-            return lax.fori_loop(0, 100, lambda i, u: u + (b - matvec(u)) / 2, b)
-
-        return lax.custom_linear_solve(matvec, b, solve, transpose_solve=solve)
-
-    def dense(ws, bs):
-        a = 2 * jnp.eye(3 * size).reshape(size, 3, size, 3)
-        for r in range(size):
-            a = a.at[r, :, (r - 1) % size].add(jnp.diag(ws[r])).at[r, :, 0].add(0.1 * jnp.eye(3))
-        return jnp.linalg.solve(a.reshape(3 * size, 3 * size), bs.reshape(-1)).reshape(size, 3)
-
-    ws, bs = (jnp.asarray(comm.allgather(np.asarray(x))) for x in (w, b))
-    expected = jax.jit(jax.grad(lambda ws, bs: jnp.sum(jnp.sin(dense(ws, bs))), argnums=(0, 1)))(ws, bs)
-    got = jax.jit(jax.grad(lambda w, b: jnp.sum(jnp.sin(solution(w, b))), argnums=(0, 1)))(w, b)
-    for ours, theirs in zip(got, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs[rank], rtol=1e-8, atol=1e-12)
 
 
 @needs_new_jax
@@ -738,19 +631,11 @@ def test_replicate(comm, rank, size):
 
 
 @needs_new_jax
-def test_replicate_that_one_rank_does_not_use(comm, rank, size):
-    def loss(w):
-        u = jaxmpi.replicate(w)
-        return notoken.allreduce(u * 3 if rank == 0 else 0.0 * w, MPI.SUM)
-
-    assert jax.grad(loss)(2.0) == 3
-
-
-def test_replicate_of_a_constant(comm, rank, size):
-    def loss(w):
-        return notoken.allreduce(jaxmpi.replicate(2.0 if rank else w) * w, MPI.SUM)
-
-    np.testing.assert_allclose(jax.grad(loss)(3.0), 3.0 + sum(3.0 for _ in range(size)) if rank == 0 else 2.0)
+def test_replicate_of_what_one_rank_alone_uses_or_differentiates(comm, rank, size):
+    unused = lambda w: notoken.allreduce(jaxmpi.replicate(w) * 3 if rank == 0 else 0.0 * w, MPI.SUM)  # noqa: E731
+    assert jax.grad(unused)(2.0) == 3
+    constant = lambda w: notoken.allreduce(jaxmpi.replicate(2.0 if rank else w) * w, MPI.SUM)  # noqa: E731
+    np.testing.assert_allclose(jax.grad(constant)(3.0), 3.0 * (1 + size) if rank == 0 else 2.0)
 
 
 # --- one loss on all ranks ------------------------------------------------------------------------------------------

@@ -5,9 +5,6 @@ JAX is changed in this process, as a newer version might be, and put back. Nothi
 
 import contextlib
 import inspect
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +18,7 @@ from mpi4py import MPI
 from jaxmpi import _contract, notoken
 from jaxmpi._derivatives import higher_order, hooks
 from jaxmpi._jax import internals
+from support.launch import launch
 from support.rows import each, rows
 
 pytestmark = pytest.mark.alone
@@ -203,26 +201,18 @@ def test_numbers_of_versions():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("version", "count"), [("99.0.1", 1), (internals.NEWEST_TRIED, 0)])
 def test_newer_version_is_one_warning(version, count):
-    code = (
-        "import warnings, jax\n"
-        f"jax.__version__ = {version!r}\n"
-        "with warnings.catch_warnings(record=True) as given:\n"
-        "    warnings.simplefilter('always')\n"
-        "    import jaxmpi\n"
-        "    import jaxmpi.notoken\n"
-        "for warning in given:\n"
-        "    if 'jaxmpi was tried' in str(warning.message):\n"
-        "        print(warning.category.__name__, warning.message)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=60, check=True
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == count, done.stdout
-    for line in lines:
-        assert line.startswith(
-            f"RuntimeWarning jaxmpi was tried on JAX up to {internals.NEWEST_TRIED}, this is {version}"
-        )
+    code = f"""if True:
+        import warnings, jax
+        jax.__version__ = {version!r}
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            import jaxmpi, jaxmpi.notoken
+        for warning in given: print(warning.category.__name__, warning.message)
+    """
+    told = launch(0, "-c", code).stdout
+    assert told.count("jaxmpi was tried") == count
+    expected = f"RuntimeWarning jaxmpi was tried on JAX up to {internals.NEWEST_TRIED}, this is {version}"
+    assert (expected in told) == bool(count)
 
 
 # --- before the first derivative -------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ message that a derivative has left over would be received by the next operation,
 values.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.derivatives import Map, between_ranks, check, check_all, check_wrapped, draw, needs_new_jax
+from support.derivatives import Map, check, check_all, check_wrapped, draw, needs_new_jax
 from support.rows import each, rows
 
 few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
@@ -26,7 +24,6 @@ pytestmark = [needs_new_jax, pytest.mark.ranks(2), few]
 EAGER = lambda f: f  # noqa: E731
 WRAPS = {"plain": EAGER, "jit": jaxmpi.jit}
 """Inside a transformation jaxmpi.jit is jax.jit."""
-JITS = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
 
 
 @pytest.fixture(autouse=True)
@@ -81,81 +78,28 @@ def test_checkpoint_without_a_differentiable_result(names, comm, rank):
         np.testing.assert_array_equal(gradient, [21, 21] if rank == 0 else [0, 0], err_msg=name)
 
 
-@pytest.mark.nightly
-@JITS
-def test_second_derivative_of_checkpoints(jit, comm, rank, size):
-    """Operations whose operand is constant on one rank, and the messages that come after them."""
-    for operation in between_ranks(rank, size).values():
-
-        @jax.checkpoint
-        def body(x, operation=operation):
-            return jnp.sin(operation(x if rank == 0 else jnp.ones((size, 2))))
-
-        def loss(x, body=body):
-            return jnp.sum(body(x) ** 2) + jnp.sum(x**3)
-
-        def twice(x, loss=loss):
-            return jnp.sum(jax.grad(loss)(x) ** 2)
-
-        def plain(x, operation=operation):
-            inner = lambda x: jnp.sum(jnp.sin(operation(x if rank == 0 else jnp.ones((size, 2)))) ** 2)  # noqa: E731
-            return jnp.sum(jax.grad(lambda x: inner(x) + jnp.sum(x**3))(x) ** 2)
-
-        x = draw((size, 2), float, rank, 0)
-        np.testing.assert_allclose(jit(jax.grad(twice))(x), jax.grad(plain)(x), rtol=1e-10, atol=1e-12)
-        check(jax.grad(loss), x, comm, rtol=1e-10)
-
-
-POLICIES = {
-    name: getattr(jax.checkpoint_policies, name)
-    for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
-}
-
-
-INNER = {
-    "scan": lambda step, c: lax.scan(lambda c, _: (step(c), None), c, None, length=2)[0],
-    "nested": lambda step, c: lax.scan(lambda c, _: (lax.fori_loop(0, 2, lambda _, c: step(c), c), None), c, None, 2)[
-        0
-    ],
-    "branch": lambda step, c: lax.cond(jnp.arange(2)[1] > 0, step, lambda c: c, c),
-    "jit": lambda step, c: jax.jit(step)(c),
-    "checkpoint": lambda step, c: jax.checkpoint(step)(step(c)),
-}
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["scan"], pytest.param(["jit", "nested", "branch", "checkpoint"], marks=pytest.mark.nightly)],
-    ids=" ".join,
-)
-def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(names, comm, rank, size):
+def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(comm, rank, size):
     """All operands of what is inside the checkpoint are constants on one rank."""
 
-    def step(c):
-        return jnp.sin(notoken.allreduce(0.5 * c, MPI.SUM))
+    def steps(c):
+        step = lambda c: jnp.sin(notoken.allreduce(0.5 * c, MPI.SUM))  # noqa: E731
+        branch = lambda c: lax.cond(jnp.arange(2)[1] > 0, step, lambda c: c, c)  # noqa: E731
+        return branch(lax.scan(lambda c, _: (step(c), None), c, None, length=2)[0])
 
-    def loss(x, inner, remember):
-        y = remember(lambda x: INNER[inner](step, x if rank == 0 else jnp.arange(3.0)))(x)
+    def loss(x, remember):
+        y = remember(lambda x: steps(x if rank == 0 else jnp.arange(3.0)))(x)
         return jnp.sum(y**2) + jnp.sum(x**3)
 
-    def twice(inner, remember):
-        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, inner, remember) ** 2))
+    def twice(remember):
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, remember) ** 2))
 
     x = draw((3,), float, rank, 0)
-    plain = jax.jit(lambda x: [twice(name, EAGER)(x) for name in names])(x)
-    found = jaxmpi.jit(lambda x: [twice(name, jax.checkpoint)(x) for name in names])(x)
-    np.testing.assert_allclose(found, plain, rtol=1e-10, atol=1e-12)
-    maps = [Map(name, jax.grad(lambda x, name=name: loss(x, name, jax.checkpoint)), x, 1e-10) for name in names]
-    check_all(maps, comm)
+    np.testing.assert_allclose(jaxmpi.jit(twice(jax.checkpoint))(x), jax.jit(twice(EAGER))(x), rtol=1e-10, atol=1e-12)
+    check(jax.grad(lambda x: loss(x, jax.checkpoint)), x, comm, 1e-10)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(policy, marks=[] if policy == "nothing_saveable" else pytest.mark.nightly) for policy in POLICIES],
-)
-def test_checkpoint_around_loops_of_checkpoints(policy, comm, rank, size):
+def test_checkpoint_around_loops_of_checkpoints(comm, rank, size):
     """What a step communicates is constant on one rank, in a jitted checkpoint and in a loop of its own."""
-    remember = functools.partial(jax.checkpoint, policy=POLICIES[policy])
 
     @jax.jit
     @jax.checkpoint
@@ -170,11 +114,7 @@ def test_checkpoint_around_loops_of_checkpoints(policy, comm, rank, size):
 
         return lax.fori_loop(0, 2, more, inner(c)), None
 
-    @remember
-    def f(x):
-        return lax.scan(step, x, None, length=2)[0]
-
-    check(f, draw((2,), float, rank, 0), comm)
+    check(jax.checkpoint(lambda x: lax.scan(step, x, None, length=2)[0]), draw((2,), float, rank, 0), comm)
 
 
 # --- functions with derivatives of their own -------------------------------------------------------------------------
@@ -225,24 +165,7 @@ def test_linear_solve_whose_matrix_depends_on_one_rank_alone(comm, rank, size):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "cond"])
-def test_solve_that_is_mapped_by_something_else(inside, comm, rank, size):
-    """A value is mapped where it depends on what is mapped, though transposing its matrix communicates."""
-
-    def f(x, t):
-        solve = lambda x, t: (solve_spread(x, jnp.cos(x)), t * 2)  # noqa: E731
-        y, t = lax.cond(x[0] < 9, solve, lambda x, t: (x, t), x, t) if inside else solve(x, t)
-        return notoken.allreduce(y if rank == 0 else jnp.ones(2), MPI.SUM) + t
-
-    x, ts = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
-    expected = jnp.stack([f(x, t) for t in ts])
-    np.testing.assert_allclose(jax.vmap(lambda t: f(x, t))(ts), expected, rtol=1e-12)
-    np.testing.assert_allclose(jax.vmap(lambda t: jax.jvp(f, (x, 1.0), (x, t))[0])(ts), expected - 2 * ts[:, None] + 2)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_gradients_of_examples_that_one_rank_has(symmetric, comm, rank, size):
+def test_gradients_of_examples_that_one_rank_has(comm, rank, size):
     """What maps a derivative need not be what it is taken of: here the data, of which the last rank has some."""
 
     def solve(matvec, b):
@@ -252,7 +175,7 @@ def test_gradients_of_examples_that_one_rank_has(symmetric, comm, rank, size):
         return 2 * u + 0.3 * notoken.allreduce(jaxmpi.replicate(u), MPI.SUM) / size
 
     def loss(w, example):
-        u = lax.custom_linear_solve(matvec, notoken.bcast(w, 0), solve, transpose_solve=solve, symmetric=symmetric)
+        u = lax.custom_linear_solve(matvec, notoken.bcast(w, 0), solve, transpose_solve=solve)
         return jnp.sum(jnp.sin(u) * example) if rank == size - 1 else jnp.sum(u)
 
     w, examples = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
@@ -274,9 +197,8 @@ DERIVATIVES = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("constant", [False, True], ids=["", "constant"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_second_derivatives_that_are_mapped_on_one_rank_alone(derivative, wrap, constant, comm, rank, size):
+def test_second_derivatives_that_are_mapped_on_one_rank_alone(derivative, constant, comm, rank, size):
     """What is mapped is data, by which a tangent or a cotangent is multiplied on rank 0 alone."""
 
     def f(w, data):
@@ -286,7 +208,7 @@ def test_second_derivatives_that_are_mapped_on_one_rank_alone(derivative, wrap, 
         return data * jnp.ones(2) if constant and rank == size - 1 else y
 
     def second(w, data):
-        return DERIVATIVES[derivative](wrap(lambda w: f(w, data)), w)
+        return DERIVATIVES[derivative](jax.checkpoint(lambda w: f(w, data)), w)
 
     w, data = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
     expected = jnp.stack([second(w, row) for row in data])
@@ -419,17 +341,14 @@ PLACES = {
 
 
 RULES = {"rule": cubed, "jvp": lambda x: of_two(x, 0.5 * x), "by hand": lambda x: by_hand(x, x)}
-TURNS = pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.nightly) for turn in (1, 2))])
-"""Each place with one of the functions; at night with each."""
 
 
-@TURNS
 @rows("places", PLACES)
-def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(places, turn, comm, rank):
-    """Called with what depends on something, and with a constant on one rank."""
+def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(places, comm, rank):
+    """Called with what depends on something, and with a constant on one rank; each place with one of the rules."""
     x, maps = draw((2,), float, rank, 0), []
     for place in places:
-        name = list(RULES)[(list(PLACES).index(place) + turn) % 3]
+        name = list(RULES)[list(PLACES).index(place) % 3]
         g = lambda x, f=RULES[name]: f(jnp.full(2, 0.7) if rank == 0 else x) * x  # noqa: E731
         maps += [Map(f"{name} in {place}", PLACES[place](f), x, 1e-10) for f in (RULES[name], g)]
     check_all(maps, comm)
@@ -656,47 +575,6 @@ def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, si
     f.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct if float(ct) > -1 else -ct, MPI.SUM),))
     gradient = jax.grad(lambda x: (f(x), x)[int(rank == 0)])(2.0)
     assert gradient == (size if rank == 0 else size - 1)
-
-
-def _mapped(derivative, xs):
-    """One derivative for each direction, which all ranks take: of shape (direction, rank, 2)."""
-    return jax.vmap(lambda direction: derivative(jnp.broadcast_to(direction, xs.shape)))(jnp.eye(2))
-
-
-JACOBIANS = {
-    "jacfwd": (jax.jacfwd, lambda f, xs: _mapped(lambda e: jax.jvp(f, (xs,), (e,))[1], xs).transpose(1, 2, 0)),
-    "jacrev": (jax.jacrev, lambda f, xs: _mapped(lambda e: jax.vjp(f, xs)[1](e)[0], xs).transpose(1, 0, 2)),
-    "hessian": (
-        lambda f: jax.hessian(lambda x: jnp.sum(f(x) ** 3)),
-        lambda f, xs: _mapped(
-            lambda e: jax.jvp(jax.grad(lambda xs: jnp.sum(f(xs) ** 3)), (xs,), (e,))[1], xs
-        ).transpose(1, 2, 0),
-    ),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("place", ["plain", "jit", "checkpoint"])
-@pytest.mark.parametrize("name", JACOBIANS)
-def test_jacobian_of_a_linear_solve_with_a_template_that_is_constant(name, place, rank, size):
-    """The solves for derivatives are mapped, and all ranks map what the matrix communicates."""
-
-    def solve(matvec, b):
-        return lax.fori_loop(0, 60, lambda _, u: u + (b - matvec(u)) / 2, b)
-
-    def f(x):
-        def matvec(u):
-            return 2 * u + 0.1 * PLACES[place](lambda u: notoken.bcast(u if rank == 0 else jnp.zeros(2), 0))(u)
-
-        return lax.custom_linear_solve(matvec, jnp.sin(x), solve, transpose_solve=solve)
-
-    def of_all(xs):
-        first = jnp.sin(xs[:1]) / 2.1
-        return jnp.concatenate([first, (jnp.sin(xs[1:]) - 0.1 * first) / 2])
-
-    derivative, witness = JACOBIANS[name]
-    xs = jnp.stack([draw((2,), float, r, 0) for r in range(size)])
-    np.testing.assert_allclose(derivative(f)(xs[rank]), witness(of_all, xs)[rank], atol=1e-9)
 
 
 def test_derivative_in_a_loop_that_ends_for_each_row(comm):
