@@ -171,11 +171,6 @@ class Model:
     def static(x: jax.Array) -> int:
         return 1
 
-    @staticmethod
-    @jaxmpi.jit
-    def plain_static(x):
-        return x
-
     @classmethod
     @jaxmpi.jit(static_argnums=0)
     def of_class(cls, x: jax.Array) -> int:
@@ -190,11 +185,7 @@ class Model:
         self.attribute = jaxmpi.jit(function)
 
 
-class Special(Model):
-    pass
-
-
-model = Special(lambda x: x.ndim)
+model = Model(lambda x: x.ndim)
 assert_type(model.method(x), int)
 assert_type(Model.method(model, x), int)
 assert_type(Model.static(x), int)
@@ -205,8 +196,6 @@ assert_type(model.size, int)
 assert_type(model.attribute(x), int)
 Model.method.lower(model, x)
 model.with_options(x, scale=2)
-model.plain_static(x)
-Model.plain_static(x)
 model.method()  # error
 model.method(x, x)  # error
 model.with_options()  # error
