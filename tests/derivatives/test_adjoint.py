@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.derivatives import Map, between_ranks, check, check_all, check_wrapped, direction, draw, needs_new_jax
+from support.derivatives import Map, between_ranks, check, check_all, check_wrapped, direction, needs_new_jax, normal
 from support.rows import each, rows
-from support.table import CASES, NEW_JAX, REPLICATED
+from support.table import CASES, NEW_JAX, REDUCING, REPLICATED
 
 PAIRS = [case for case in CASES if NEW_JAX or not case.name.startswith("send_recv")]
 FEWER = [case for case in PAIRS if not case.variant]
@@ -28,7 +28,7 @@ def of_table(case, root, shape, dtype, comm):
     """A row of the table as a map whose tangents NumPy knows, since it is linear."""
     inputs = [jnp.zeros(case.shape(shape, r, comm.size, root), dtype) for r in range(comm.size)]
     expected = case.expected([np.asarray(direction(x, r)) for r, x in enumerate(inputs)], comm.rank, root)
-    x = draw(inputs[comm.rank].shape, dtype, comm.rank, 0)
+    x = normal(inputs[comm.rank].shape, dtype, comm.rank, 0)
     name = f"{case} {root} {dtype} {shape}"
     call = lambda x: case.call(x, comm, root)  # noqa: E731
     return Map(name, call, x, TOLERANCE[dtype], case.name in REPLICATED, expected)
@@ -51,7 +51,7 @@ def test_dot_product_of_dtypes_and_shapes(cases, comm, size):
 
 def test_constant_templates(comm, rank, size):
     """Where a rank's operand is not read it may be a constant, also where it is the only operand there."""
-    x = draw((size, 3), float, rank, 0)
+    x = normal((size, 3), float, rank, 0)
     template = jax.ShapeDtypeStruct((3,), float)
 
     def of_root(root):
@@ -68,7 +68,7 @@ def test_constant_templates(comm, rank, size):
 
 def test_one_rank_alone_depends(comm, rank, size):
     """Each operation where the operand of rank 0 alone depends on what is differentiated."""
-    x = draw((size, 2), float, rank, 0)
+    x = normal((size, 2), float, rank, 0)
 
     def f(x):
         operand = x if rank == 0 else jnp.ones((size, 2))
@@ -80,7 +80,7 @@ def test_one_rank_alone_depends(comm, rank, size):
 
 @needs_new_jax
 def test_results_that_one_rank_alone_uses(comm, rank, size):
-    x = draw((size, 2), float, rank, 0)
+    x = normal((size, 2), float, rank, 0)
 
     def f(x):
         ys = {name: op(x) for name, op in between_ranks(rank, size).items()}
@@ -106,7 +106,7 @@ def test_pair_in_two_functions(comm, rank, size):
         pass_on(y)
         return y * 2 if rank == size - 1 else jnp.zeros(3)
 
-    x = draw((3,), float, rank, 0)
+    x = normal((3,), float, rank, 0)
     check_wrapped(lambda wrap: wrap(f), x, WRAPS, comm)
 
 
@@ -129,7 +129,7 @@ def test_functions_of_constants(comm, rank, size):
             got = take() + take_more(jnp.zeros(2)) ** 2
         return got * branch(1, x if rank == 0 else jnp.zeros(2))
 
-    x = draw((2,), float, rank, 0)
+    x = normal((2,), float, rank, 0)
     check_wrapped(lambda wrap: lambda x: f(x, wrap), x, WRAPS, comm, ways=[jaxmpi.jit])
 
 
@@ -149,19 +149,15 @@ def test_messages_of_derivatives_have_tags_of_their_own(comm, rank, size):
 # --- reductions that are not linear ---------------------------------------------------------------------------------
 
 OPS = {"MAX": MPI.MAX, "MIN": MPI.MIN, "PROD": MPI.PROD, "SUM": MPI.SUM}
-REDUCTIONS = {
-    "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
-    "iallreduce": lambda x, op, comm, root: notoken.wait(notoken.iallreduce(x, op, comm=comm)),
-    "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
-    "scan": lambda x, op, comm, root: notoken.scan(x, op, comm=comm),
-}
+REDUCTIONS = {name: REDUCING[name] for name in ("allreduce", "iallreduce", "reduce", "scan")}
+"""Those that have derivatives with other reductions than SUM."""
 
 
 @rows("names", REDUCTIONS)
 def test_derivatives_of_reductions(names, comm, rank, size):
     """PROD with one zero, and two zeros, among the factors."""
     zeros = jnp.asarray([rank != 0, rank != size - 1, rank not in (0, size - 1), 1.0])
-    x, z = draw((4,), float, rank, 0), draw((4,), complex, rank, 0)
+    x, z = normal((4,), float, rank, 0), normal((4,), complex, rank, 0)
     maps = []
     for name in names:
         for op in OPS:
@@ -247,7 +243,7 @@ def test_second_derivatives(cases, comm, rank, size):
     root = size - 1
     tables = [jacobian(case, root, comm) for case in cases]
     shapes = [[case.shape((2,), r, size, root) for r in range(size)] for case in cases]
-    points = [[[draw(s, float, r, seed) for r, s in enumerate(of)] for seed in range(2)] for of in shapes]
+    points = [[[normal(s, float, r, seed) for r, s in enumerate(of)] for seed in range(2)] for of in shapes]
 
     def products(xs, vs):
         found = []
@@ -276,8 +272,8 @@ def test_second_derivatives(cases, comm, rank, size):
 
 @rows("ops", ["PROD", "MAX"])
 def test_second_derivatives_of_reductions(ops, comm, rank, size):
-    x = draw((3,), float, rank, 0).at[0].multiply(rank != 0)
-    v = draw(x.shape, float, rank, 1)
+    x = normal((3,), float, rank, 0).at[0].multiply(rank != 0)
+    v = normal(x.shape, float, rank, 1)
     xs, vs = (jnp.asarray(comm.allgather(np.asarray(array))) for array in (x, v))
     witnesses = {
         "PROD": (lambda xs: jnp.prod(xs, axis=0), lambda xs: jnp.cumprod(xs, axis=0)),
@@ -306,7 +302,7 @@ def test_jacobians(cases, comm, rank, size):
     tables = [jacobian(case, 0, comm) for case in cases]
     alike = lambda of: len({part.stop - part.start for part in of}) == 1  # noqa: E731
     forward, reverse = ([alike(table[i]) for table in tables] for i in (1, 2))
-    xs = [draw(case.shape((2,), rank, size, 0), float, rank, 0) for case in cases]
+    xs = [normal(case.shape((2,), rank, size, 0), float, rank, 0) for case in cases]
 
     def jacobians(xs):
         found = []
@@ -336,7 +332,7 @@ def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
         y = notoken.bcast(x, 0)
         return jnp.sum(jnp.sin(y) * x) if rank == size - 1 else jnp.sum(x**3)
 
-    xs = draw((4, 3), float, rank, 0)
+    xs = normal((4, 3), float, rank, 0)
     derivatives = (
         jax.grad(f),
         jax.hessian(f),
@@ -407,7 +403,7 @@ def test_scan_of_50_steps(cases, comm, rank, size):
     maps = []
     for replicated in (False, True):
         chosen = [case for case in cases if (case.name in REPLICATED) == replicated]
-        xs = [draw(case.shape((2,), rank, size, 0), float, rank, 0) for case in chosen]
+        xs = [normal(case.shape((2,), rank, size, 0), float, rank, 0) for case in chosen]
 
         def f(xs, wrap, chosen=chosen):
             def step(carry, k):
@@ -451,7 +447,7 @@ def test_checkpoints_around_loops_and_in_them(comm, rank, size):
     def looped(step):
         return lambda x: jnp.sum(jax.checkpoint(lambda x: lax.scan(lambda c, _: (step(c) * x, None), x, None, 3)[0])(x))
 
-    x = draw((2,), float, rank, 0)
+    x = normal((2,), float, rank, 0)
     wraps = {
         **WRAPS,
         "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
@@ -480,13 +476,13 @@ def test_pair_in_checkpoints(comm, rank, size):
     def f(wrap):
         return jax.checkpoint(lambda x: lax.scan(lambda c, k: (wrap(pair)(c) * k, None), x, jnp.arange(1.0, 4.0))[0])
 
-    x = draw((3,), float, rank, 0)
+    x = normal((3,), float, rank, 0)
     check_wrapped(f, x, {name: WRAPS[name] for name in ("plain", "checkpoint")}, comm)
 
 
 def test_cond_and_while(comm, rank, size):
     """Of what depends on something on all ranks, and of a constant on all ranks but one."""
-    x, v = draw((3,), float, rank, 0), draw((3,), float, rank, 1)
+    x, v = normal((3,), float, rank, 0), normal((3,), float, rank, 1)
 
     def branches(x):
         return lax.cond(x.size > 2, lambda x: notoken.scan(x, MPI.SUM), lambda x: x, x)
@@ -528,7 +524,7 @@ def distributed_solve(a, b, comm, iterations):
 
 
 def test_conjugate_gradients(comm, rank, size):
-    a, b = draw((4, 5), float, rank, 0), draw((5,), float, 0, 1)
+    a, b = normal((4, 5), float, rank, 0), normal((5,), float, 0, 1)
 
     def loss(a, b):
         return jnp.sum(distributed_solve(a, b, comm, 50) ** 3)
@@ -553,7 +549,7 @@ def test_conjugate_gradients(comm, rank, size):
 @needs_new_jax
 def test_constants_in_what_is_transposed(comm, rank, size):
     """linear_transpose of operations whose operand, a template or not, depends on nothing on all ranks but one."""
-    x = draw((size, 2), float, rank, 0)
+    x = normal((size, 2), float, rank, 0)
 
     def f(x):
         operand = x if rank == 0 else jnp.zeros((size, 2))
@@ -632,7 +628,8 @@ def test_replicate(comm, rank, size):
 
 @needs_new_jax
 def test_replicate_of_what_one_rank_alone_uses_or_differentiates(comm, rank, size):
-    unused = lambda w: notoken.allreduce(jaxmpi.replicate(w) * 3 if rank == 0 else 0.0 * w, MPI.SUM)  # noqa: E731
+    pick = lambda u, w: u * 3 if rank == 0 else 0.0 * w  # noqa: E731
+    unused = lambda w: notoken.allreduce(pick(jaxmpi.replicate(w), w), MPI.SUM)  # noqa: E731
     assert jax.grad(unused)(2.0) == 3
     constant = lambda w: notoken.allreduce(jaxmpi.replicate(2.0 if rank else w) * w, MPI.SUM)  # noqa: E731
     np.testing.assert_allclose(jax.grad(constant)(3.0), 3.0 * (1 + size) if rank == 0 else 2.0)
@@ -659,7 +656,7 @@ def one_loss(y):
 def test_invariant(comm, rank, size):
     """What every rank has been sent, and a loss of it that every rank computes: the derivatives of one loss, not N.
     `allreduce` of a sum with its convention is the sum whose derivative is the true adjoint, then `invariant`."""
-    x, v = draw((2, 3), float, rank, 0), draw((2, 3), float, rank, 1)
+    x, v = normal((2, 3), float, rank, 0), normal((2, 3), float, rank, 1)
     xs, vs = (jnp.asarray(comm.allgather(np.asarray(array))) for array in (x, v))
     one = lambda y: one_loss(jaxmpi.invariant(y).reshape(-1, 3))  # noqa: E731
     of_sum = lambda xs: one_loss(jnp.sum(jnp.sin(xs), axis=0))  # noqa: E731
@@ -694,7 +691,7 @@ def test_invariant(comm, rank, size):
 def test_invariant_of_dtypes(shape, comm, rank, size):
     """The identity in forward mode, and each transpose's transpose; a transpose divides."""
     names = list(TOLERANCE)
-    drawn = [[draw(shape, name, seed, seed) for seed in range(3)] for name in names]
+    drawn = [[normal(shape, name, seed, seed) for seed in range(3)] for name in names]
 
     def everything(x, t, w):
         pull = jax.linear_transpose(jaxmpi.invariant, x)
@@ -717,7 +714,7 @@ def test_invariant_of_dtypes(shape, comm, rank, size):
 
 
 def test_invariant_under_vmap(comm, rank, size):
-    x = draw((4, 3), float, rank, 0)
+    x = normal((4, 3), float, rank, 0)
     xs = jnp.asarray(comm.allgather(np.asarray(x)))
 
     def loss(x):

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.derivatives import draw
+from support.derivatives import normal
 
 pytestmark = pytest.mark.skipif(not os.environ.get("JAXMPI_TEST_CLIENTS"), reason="`make test-clients` runs these")
 
@@ -38,10 +38,10 @@ def check_client(ours, theirs, shapes, comm, jit, where="everywhere", modes=("re
     """
     rank, size = comm.rank, comm.size
     (own, v), (owns, vs) = [
-        [f(lambda r, seed=seed: draw(shapes[0], float, r, seed)) for seed in (0, 1)]
+        [f(lambda r, seed=seed: normal(shapes[0], float, r, seed)) for seed in (0, 1)]
         for f in (lambda g: g(rank), lambda g: jnp.stack([g(r) for r in range(size)]))
     ]
-    shared, u = draw(shapes[1], float, 0, 2), draw(shapes[1], float, 0, 3)
+    shared, u = normal(shapes[1], float, 0, 2), normal(shapes[1], float, 0, 3)
     if where == "rank 0":
         f = ours if rank == 0 else lambda _, shared: ours(own, shared)
         g = lambda x, shared: theirs(owns.at[0].set(x[0]), shared)  # noqa: E731
@@ -229,7 +229,7 @@ def test_equinox_modules(comm, rank, size):
     all ranks, inside filter_jit and filter_grad, against all of the data in one process."""
     equinox = pytest.importorskip("equinox")
     make = lambda seed: equinox.nn.MLP(2, 1, 4, 2, activation=jax.nn.relu, key=jax.random.key(seed))  # noqa: E731
-    xs, ys = draw((size, 6, 2), float, 0, 0), draw((size, 6, 1), float, 0, 1)
+    xs, ys = normal((size, 6, 2), float, 0, 0), normal((size, 6, 1), float, 0, 1)
 
     def loss(model, x, y):
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
@@ -355,8 +355,8 @@ def of_solves_inside(name, wrap):
 @pytest.mark.parametrize(("name", "jit"), [("CG", our_jit), ("cg", jax_jit)], ids=["CG", "cg"])
 def test_linear_solve_whose_matrix_depends_on_one_rank(name, jit, where, comm, rank):
     """The right-hand side depends on what is differentiated on all ranks, the matrix on rank 0 alone."""
-    rows = draw((2, 5), float, rank, 7)
-    others = jnp.stack([draw((2, 5), float, r, 7) for r in range(comm.size)])
+    rows = normal((2, 5), float, rank, 7)
+    others = jnp.stack([normal((2, 5), float, r, 7) for r in range(comm.size)])
     ours, theirs = solvers_of(name)
 
     def f(own, shared):

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.derivatives import Map, check, check_all, check_wrapped, draw, needs_new_jax
+from support.derivatives import Map, check, check_all, check_wrapped, needs_new_jax, normal
 from support.rows import each, rows
 
 few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
@@ -70,7 +70,7 @@ def test_checkpoint_without_a_differentiable_result(names, comm, rank):
             return jnp.sum(7 * notoken.recv(jnp.zeros(2), 0, tag=2))
         return 0.0 * jnp.sum(x)
 
-    x = draw((2,), float, rank, 0)
+    x = normal((2,), float, rank, 0)
     fs = {name: lambda x, name=name: f(x, SENDERS[name]) for name in names}
     check_all([Map(name, g, x) for name, g in fs.items()], comm)
     gradients = jaxmpi.jit(lambda x: {name: jax.grad(g)(x) for name, g in fs.items()})(x)
@@ -93,7 +93,7 @@ def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(comm, rank, si
     def twice(remember):
         return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, remember) ** 2))
 
-    x = draw((3,), float, rank, 0)
+    x = normal((3,), float, rank, 0)
     np.testing.assert_allclose(jaxmpi.jit(twice(jax.checkpoint))(x), jax.jit(twice(EAGER))(x), rtol=1e-10, atol=1e-12)
     check(jax.grad(lambda x: loss(x, jax.checkpoint)), x, comm, 1e-10)
 
@@ -114,7 +114,7 @@ def test_checkpoint_around_loops_of_checkpoints(comm, rank, size):
 
         return lax.fori_loop(0, 2, more, inner(c)), None
 
-    check(jax.checkpoint(lambda x: lax.scan(step, x, None, length=2)[0]), draw((2,), float, rank, 0), comm)
+    check(jax.checkpoint(lambda x: lax.scan(step, x, None, length=2)[0]), normal((2,), float, rank, 0), comm)
 
 
 # --- functions with derivatives of their own -------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_linear_solve_of_constants(constants, comm, rank, size):
         w = jnp.full(2, 0.5) if rank == 0 and constant != "side" else jnp.cos(x)
         return jnp.sin(solve_spread(b, w)) + x
 
-    x = draw((2,), float, rank, 0)
+    x = normal((2,), float, rank, 0)
     wraps = {"side": EAGER, "matrix": jax.jit, "both": jaxmpi.jit}
     check_all([Map(name, wraps[name](lambda x, name=name: f(x, name)), x, 1e-9) for name in constants], comm)
 
@@ -161,27 +161,7 @@ def test_linear_solve_whose_matrix_depends_on_one_rank_alone(comm, rank, size):
 
         return lax.custom_linear_solve(matvec, x, solve, transpose_solve=solve)
 
-    check_wrapped(lambda wrap: wrap(f), draw((2,), float, rank, 0), WRAPS, comm, 1e-9)
-
-
-@pytest.mark.nightly
-def test_gradients_of_examples_that_one_rank_has(comm, rank, size):
-    """What maps a derivative need not be what it is taken of: here the data, of which the last rank has some."""
-
-    def solve(matvec, b):
-        return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
-
-    def matvec(u):
-        return 2 * u + 0.3 * notoken.allreduce(jaxmpi.replicate(u), MPI.SUM) / size
-
-    def loss(w, example):
-        u = lax.custom_linear_solve(matvec, notoken.bcast(w, 0), solve, transpose_solve=solve)
-        return jnp.sum(jnp.sin(u) * example) if rank == size - 1 else jnp.sum(u)
-
-    w, examples = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
-    for derivative in (jax.grad(loss), lambda w, example: jax.jvp(jax.grad(loss), (w, example), (w, 1.0))[1]):
-        expected = jnp.stack([derivative(w, example) for example in examples])
-        np.testing.assert_allclose(jax.vmap(derivative, in_axes=(None, 0))(w, examples), expected, rtol=1e-9)
+    check_wrapped(lambda wrap: wrap(f), normal((2,), float, rank, 0), WRAPS, comm, 1e-9)
 
 
 DERIVATIVES = {
@@ -210,7 +190,7 @@ def test_second_derivatives_that_are_mapped_on_one_rank_alone(derivative, consta
     def second(w, data):
         return DERIVATIVES[derivative](jax.checkpoint(lambda w: f(w, data)), w)
 
-    w, data = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
+    w, data = normal((2,), float, rank, 0), normal((3,), float, rank, 1)
     expected = jnp.stack([second(w, row) for row in data])
     np.testing.assert_allclose(jax.vmap(second, in_axes=(None, 0))(w, data), expected, rtol=1e-9, atol=1e-12)
 
@@ -222,7 +202,7 @@ def test_second_derivative_of_a_checkpoint_that_prevents_cse_of_some_operands(co
     except (AssertionError, TypeError, ValueError):
         pytest.skip("this JAX prevents all or none")
     squares = lambda f: lambda x: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(f(x, x)))(x) ** 2))(x)  # noqa: E731
-    x = draw((2,), float, rank, 0)
+    x = normal((2,), float, rank, 0)
     expected = squares(lambda a, b: notoken.bcast(jnp.sin(a) * b, 0))(x)
     np.testing.assert_allclose(squares(remember)(x), expected, rtol=1e-12)
 
@@ -254,7 +234,7 @@ def test_root_of_constants(comm, rank, size):
     def f(x, transposed):
         return root(jnp.ones(2) if rank == 0 else x, transposed) * x
 
-    x, v = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    x, v = normal((2,), float, rank, 0), normal((2,), float, rank, 1)
     reverse = [Map(name, wrap(lambda x: f(x, True)), x, 1e-9) for name, wrap in WRAPS.items()]
     if hasattr(solves, "_RootLinearMap"):
         for root_of in reverse:
@@ -346,7 +326,7 @@ RULES = {"rule": cubed, "jvp": lambda x: of_two(x, 0.5 * x), "by hand": lambda x
 @rows("places", PLACES)
 def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(places, comm, rank):
     """Called with what depends on something, and with a constant on one rank; each place with one of the rules."""
-    x, maps = draw((2,), float, rank, 0), []
+    x, maps = normal((2,), float, rank, 0), []
     for place in places:
         name = list(RULES)[list(PLACES).index(place) % 3]
         g = lambda x, f=RULES[name]: f(jnp.full(2, 0.7) if rank == 0 else x) * x  # noqa: E731
@@ -356,7 +336,7 @@ def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(places, comm, ra
 
 @rows("places", PLACES)
 def test_custom_jvp_of_two_operands_of_which_one_is_constant(places, comm, rank):
-    x, half, maps = draw((2,), float, rank, 0), jnp.full(2, 0.5), []
+    x, half, maps = normal((2,), float, rank, 0), jnp.full(2, 0.5), []
     for place in places:
         function = (of_two, by_hand)[list(PLACES).index(place) % 2]
         f = lambda x, function=function: function(*((x, half) if rank == 0 else (half, x)))  # noqa: E731
@@ -376,14 +356,14 @@ def _added_forwards_jvp(primals, tangents):
 
 @rows("places", PLACES)
 def test_custom_jvp_of_a_constant_whose_rule_alone_communicates(places, rank, size):
-    x, t = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    x, t = normal((2,), float, rank, 0), normal((2,), float, rank, 1)
 
     def tangent(place, x, t):
         function = PLACES[place](added_forwards)
         return jax.jvp(lambda x: function(jnp.full(2, 0.7) if rank == 0 else x), (x,), (t,))[1]
 
     found = jax.jit(lambda x, t: {place: tangent(place, x, t) for place in places})(x, t)
-    total = sum(draw((2,), float, r, 1) for r in range(1, size))
+    total = sum(normal((2,), float, r, 1) for r in range(1, size))
     expected = dict.fromkeys(PLACES, total) | {"scan": size * total}
     each(places, lambda place: np.testing.assert_allclose(found[place], expected[place], rtol=1e-12))
 
@@ -404,7 +384,7 @@ OF_ONE = {"jvp": lambda x: of_two(x, x), "by hand": lambda x: by_hand(x, x), "vj
 @rows("names", OF_ONE)
 def test_rule_of_what_has_zeros_for_a_tangent(names, comm, rank):
     """JAX knows such a tangent for an array, which depends on nothing that is differentiated."""
-    x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    x, w = normal((2,), float, rank, 0), normal((2,), float, rank, 1)
 
     def of(name):
         return lambda x: OF_ONE[name](without_derivative(x) if rank == 0 else x) * x
@@ -419,7 +399,7 @@ def test_rule_of_what_has_zeros_for_a_tangent(names, comm, rank):
 @rows("names", OF_ONE)
 def test_rule_in_a_loop_that_does_not_use_what_it_is_given(names, comm, rank, size):
     """The linear part of the loop does not depend on that operand either; on other ranks, on the same."""
-    x = draw((2,), float, rank, 0)
+    x = normal((2,), float, rank, 0)
 
     def loss(name, x):
         other = jnp.full(2, 0.7) if rank == 0 else 0.7 * x
@@ -454,7 +434,7 @@ CALLS = rows("calls", [(name, place) for name in BACKWARDS for place in PLACES],
 @CALLS
 def test_custom_vjp_of_a_constant(calls, comm, rank, size):
     """The rule backwards communicates, also where the function is called with a constant."""
-    x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    x, w = normal((2,), float, rank, 0), normal((2,), float, rank, 1)
 
     def gradients(name, place):
         function, wrap = BACKWARDS[name][0], PLACES[place]
@@ -466,7 +446,7 @@ def test_custom_vjp_of_a_constant(calls, comm, rank, size):
 
     def check(row):
         (name, place), found = row
-        ws = [2 * draw((2,), float, r, 1) for r in range(size)]
+        ws = [2 * normal((2,), float, r, 1) for r in range(size)]
         for _ in range(2 if place == "scan" else 1):
             ws = BACKWARDS[name][1](ws)
         for gradient in found:
@@ -479,7 +459,7 @@ def test_custom_vjp_of_a_constant(calls, comm, rank, size):
 @CALLS
 def test_custom_vjp_that_one_rank_does_not_use(calls, comm, rank, size):
     """The rule backwards communicates, also where nothing depends on the function."""
-    x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    x, w = normal((2,), float, rank, 0), normal((2,), float, rank, 1)
 
     def of_rank(x, y):
         return 3 * x if rank == 0 else 2 * y
@@ -499,7 +479,7 @@ def test_custom_vjp_that_one_rank_does_not_use(calls, comm, rank, size):
     def check(row):
         (name, place), found = row
         backwards = BACKWARDS[name][1]
-        ws = [draw((2,), float, r, 1) for r in range(size)]
+        ws = [normal((2,), float, r, 1) for r in range(size)]
         inside, used = ws, into(ws)
         for _ in range(2 if place == "scan" else 1):
             inside = [a + b for a, b in zip(around(inside), backwards(into(inside)), strict=True)]
@@ -516,7 +496,7 @@ STRAIGHT = rows("places", [place for place in PLACES if place != "scan"])
 
 @STRAIGHT
 def test_second_derivative_of_custom_vjp_that_one_rank_does_not_use(places, rank, size):
-    x, n = draw((2,), float, rank, 0), size - 1
+    x, n = normal((2,), float, rank, 0), size - 1
 
     def second(place):
         def loss(x):
@@ -547,7 +527,7 @@ SECOND = {
 @STRAIGHT
 def test_second_derivative_of_custom_jvp_that_one_rank_does_not_use(places, rank, size):
     """JAX leaves the function itself, which does not communicate, out of the first derivative there."""
-    xs, vs = ([draw((2,), float, r, i) for r in range(size)] for i in range(2))
+    xs, vs = ([normal((2,), float, r, i) for r in range(size)] for i in range(2))
 
     def loss(place):
         def f(x):
@@ -629,10 +609,10 @@ def test_exchange_of_two_dtypes(comm, rank, size):
         return 7 * got * x
 
     pair = comm.Create_group(comm.group.Incl([0, 1]))
-    x = draw((3,), float, rank, 0)
+    x = normal((3,), float, rank, 0)
     check_wrapped(lambda wrap: wrap(f), x, WRAPS, pair)
     gradient = jax.grad(lambda x: jnp.sum(f(x)))(x)
-    others = 21 * draw((3,), float, other, 0)
+    others = 21 * normal((3,), float, other, 0)
     np.testing.assert_allclose(gradient, jnp.arange(3) + others if rank == 0 else others)
     pair.Free()
 
@@ -662,7 +642,7 @@ def test_no_floating_point_operand(places, comm, rank):
         y = LOOPS[place](get if rank == 0 else loop_of_others)(jnp.int32(1))
         return jnp.sum(y) * x
 
-    x, v = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    x, v = normal((2,), float, rank, 0), normal((2,), float, rank, 1)
     check_all([Map(place, lambda x, place=place: f(x, place), x) for place in places if place != "while"], comm)
     if "while" in places:
         g = jax.jit(lambda x, v: (jax.jvp(lambda x: f(x, "while"), (x,), (v,))[1], f(x, "while")))
@@ -675,18 +655,6 @@ def test_differentiated_with_respect_to_nothing(rank):
     if rank == 0:
         with pytest.raises(NotImplementedError, match="with respect to nothing"):
             jax.jvp(lambda _: notoken.bcast(jnp.ones(2), 0), ({},), ({},))
-
-
-def test_heap_that_the_garbage_collector_has_frozen(comm, rank, size):
-    """Nothing depends on what the garbage collector knows."""
-    import gc
-
-    gc.freeze()
-    try:
-        x = draw((2,), float, rank, 0)
-        check(lambda x: notoken.bcast(x if rank == 0 else jnp.ones(2), 0) * x, x, comm)
-    finally:
-        gc.unfreeze()
 
 
 def test_arrays_of_64_bits_that_are_no_longer_enabled(comm, size):

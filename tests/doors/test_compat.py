@@ -38,12 +38,13 @@ def stand_in(monkeypatch):
         _install._installed.pop(name, None)
 
 
-def check_example(scatter, allreduce, rank, size):
-    """Value and gradient of the worked example: scatter from 0, the last rank doubles, sum over the ranks."""
+def check_example(scatter, allreduce, rank, size, whole=False):
+    """Value and gradient of the worked example: scatter from 0, the last rank doubles, sum over the ranks. The `whole`
+    array is passed on all ranks, or a part where it is not read."""
     n = 2 * size
 
     def loss(x):
-        part, *token = scatter(x.reshape(size, 2) if rank == 0 else x[:2])
+        part, *token = scatter(x if whole else x.reshape(size, 2) if rank == 0 else x[:2])
         return allreduce(part * 2 if rank == size - 1 else part, *token).sum()
 
     value, gradient = jax.value_and_grad(loss)(jnp.arange(2.0 * size))
@@ -341,7 +342,7 @@ def test_gradients_of_jpi(stand_in, comm, rank, size):
     np.testing.assert_array_equal(gradient(lambda x, t: jpi.gather(x, t, 0, comm)[0] * weights), np.full(3, rank + 1.0))
     np.testing.assert_array_equal(gradient(lambda x, t: jpi.allreduce(x, t, MPI.SUM)[0] * 3), np.full(3, 3.0))
     sum_with = lambda x, token: jpi.allreduce(x, token, MPI.SUM)[0]  # noqa: E731
-    check_example(lambda x: jpi.scatter(x, jpi.gen_token(), 0, comm), sum_with, rank, size)
+    check_example(lambda x: jpi.scatter(x, jpi.gen_token(), 0, comm), sum_with, rank, size, whole=True)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="needs JAX 0.7")

@@ -18,9 +18,9 @@ from jaxmpi import notoken
 from support.table import (
     CASES,
     NEW_JAX,
+    REDUCING,
     REPLICATED,
     UFUNCS,
-    counts_of,
     dtype_of,
     exchange_at_run_time,
     send_recv_at_run_time,
@@ -61,18 +61,6 @@ REDISTRIBUTIONS = {
     "iredistribute": lambda *args, **more: notoken.wait(jaxmpi.iredistribute(*args, **more)),
 }
 OPERATIONS = [*CASE, *BARRIERS, *OF_GRIDS, *REDISTRIBUTIONS, *OF_ROWS]
-REDUCING = {
-    "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
-    "exscan": lambda x, op, comm, root: notoken.exscan(x, op, comm=comm),
-    "iallreduce": lambda x, op, comm, root: notoken.wait(notoken.iallreduce(x, op, comm=comm)),
-    "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
-    "reduce_scatter": lambda x, op, comm, root: notoken.reduce_scatter(x, op, comm=comm),
-    "reduce_scatter_counts": lambda x, op, comm, root: notoken.reduce_scatter(x, op, counts_of(comm.size), comm=comm),
-    "reduce_scatter_traced": lambda x, op, comm, root: notoken.reduce_scatter(
-        x, op, jnp.int32(counts_of(comm.size)[comm.rank]), rows=4, comm=comm
-    )[0],
-    "scan": lambda x, op, comm, root: notoken.scan(x, op, comm=comm),
-}
 AT_RUN_TIME = {"sendrecv_traced": exchange_at_run_time, "send_recv_traced": send_recv_at_run_time}
 """Messages whose ranks and tags are traced, also in an eager step: a compiled program of their own."""
 

@@ -42,6 +42,8 @@ from jaxmpi._mpi import communicators
 from jaxmpi._primitive import operation
 
 MOST_THREADS = int(os.environ["PJRT_NPROC"])
+CHUNK = 3000
+"""Elements beyond which arrays are sent in parts."""
 ROUND = 64
 """Steps of a thread after which the ranks agree on whether to go on."""
 
@@ -52,14 +54,9 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which the run ends in any case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of each rank, each with a communicator")
-    parser.add_argument(
-        "--programs",
-        type=int,
-        default=3 * len(steps.OPERATIONS),
-        help="of each thread, from which its steps are drawn",
-    )
+    number = 3 * len(steps.OPERATIONS)
+    parser.add_argument("--programs", type=int, default=number, help="of each thread, from which its steps are drawn")
     parser.add_argument("--operation", action="append", choices=steps.OPERATIONS, help="one of a few; may be repeated")
-    parser.add_argument("--chunk", type=int, default=3000, help="elements beyond which arrays are sent in parts")
     parser.add_argument("--duplicate", type=int, default=500, help="steps after which a communicator is made and freed")
     parser.add_argument("--growth", type=float, default=24, help="MiB of memory by which a rank may have grown")
     parser.add_argument("--hang", type=float, default=120, help="seconds without a step after which the job is ended")
@@ -208,7 +205,7 @@ def table(workers, seconds, measured):
 
 def main():
     chosen, world, begun = arguments(), MPI.COMM_WORLD, time.monotonic()
-    _core.configure(max_count=chosen.chunk)
+    _core.configure(max_count=CHUNK)
     # The ranks of every other communicator are in reverse order, so that ranks in them are not those of the world.
     comms = [world.Split(0, -world.rank if i % 2 else world.rank) for i in range(chosen.threads)]
     workers = [Worker(i, comm, chosen) for i, comm in enumerate(comms)]
