@@ -589,24 +589,6 @@ def test_constants_in_loops_that_are_transposed(rank):
 # --- replicated values ----------------------------------------------------------------------------------------------
 
 
-def test_worked_example(comm, rank, size):
-    """Scatter from 0, the last rank doubles, allreduce, sum."""
-    n = 2 * size
-
-    def loss(x):
-        part = notoken.scatter(x.reshape(size, 2) if rank == 0 else x[:2], 0)
-        part = part * 2 if rank == size - 1 else part
-        return jnp.sum(notoken.allreduce(part, MPI.SUM))
-
-    value, gradient = jax.value_and_grad(loss)(jnp.arange(float(n)))
-    assert value == n * (n - 1) / 2 + (2 * n - 3)
-    if size == 4:
-        assert value == 41.0
-    expected = np.ones(n)
-    expected[-2:] = 2
-    np.testing.assert_array_equal(gradient, expected if rank == 0 else np.zeros(n))
-
-
 def test_replicate(comm, rank, size):
     """A replicated parameter, used differently on each rank: the gradient is that of the whole, on all ranks."""
     data = np.arange(5.0) + rank

@@ -84,10 +84,6 @@ def fit_together(parameters, data):
     return jnp.mean(jax.vmap(model, (None, 0))(parameters, data))
 
 
-def of_fits(make_train):
-    return make_train(fit), make_train(fit_together), ((2, POINTS), (4,))
-
-
 def of_training(name, steps):
     """The line search of L-BFGS evaluates function and gradient in loops whose length depends on their values."""
     optax = pytest.importorskip("optax")
@@ -111,7 +107,7 @@ def of_training(name, steps):
 
         return train
 
-    return of_fits(make_train)
+    return make_train(fit), make_train(fit_together), ((2, POINTS), (4,))
 
 
 # --- diffrax --------------------------------------------------------------------------------------------------------
@@ -183,45 +179,6 @@ ADJOINTS = [
 
 
 # --- equinox --------------------------------------------------------------------------------------------------------
-
-
-def network(equinox, communicates):
-    """A layer whose hidden units are spread over the ranks, and a function of it that is the same on all of them."""
-
-    class Layer(equinox.Module):
-        first: jax.Array
-        second: jax.Array
-        kind: str = equinox.field(static=True, default="tanh")
-
-        def __call__(self, x):
-            hidden = jnp.tanh(self.first @ (jaxmpi.replicate(x) if communicates else x))
-            parts = jnp.einsum("...oh,...h->...o", self.second, hidden)
-            return notoken.allreduce(parts, MPI.SUM) if communicates else jnp.sum(parts, axis=0)
-
-    def layer(weights):  # of one rank (2, 4, 3), of all of them (size, 2, 4, 3)
-        return Layer(weights[..., 0, :, :], jnp.swapaxes(weights[..., 1, :, :], -1, -2))
-
-    return layer
-
-
-def of_layers(wrap):
-    """filter_vmap over a batch, filter_checkpoint of a layer, layers one after the other."""
-    equinox = pytest.importorskip("equinox")
-
-    def loss_of(communicates):
-        layer = network(equinox, communicates)
-
-        def loss(weights, x):
-            apply = layer(weights)
-            if wrap == "checkpoint":
-                return jnp.sum(jnp.sin(equinox.filter_checkpoint(lambda a, x: a(a(x)))(apply, x[0])))
-            if wrap == "scan":
-                return jnp.sum(lax.scan(lambda x, _: (equinox.filter_checkpoint(apply)(x), None), x[0], None, 3)[0])
-            return jnp.sum(jnp.sin(equinox.filter_vmap(apply)(x)))
-
-        return loss
-
-    return loss_of(True), loss_of(False), ((2, 4, 3), (5, 3))
 
 
 def test_equinox_modules(comm, rank, size):
@@ -368,38 +325,6 @@ def test_linear_solve_whose_matrix_depends_on_one_rank(name, jit, where, comm, r
     check_client(f, g, SHAPES, comm, jit, where, rtol=1e-7)
 
 
-# --- jax.scipy.optimize, jax.experimental.ode -----------------------------------------------------------------------
-
-
-def of_bfgs():
-    minimize = pytest.importorskip("jax.scipy.optimize").minimize
-
-    def train(loss):
-        return lambda data, start: minimize(lambda p: loss(p, data) + jnp.sum(p**2) / 8, start, method="BFGS").fun
-
-    return of_fits(train)
-
-
-def of_odeint():
-    """Its steps are chosen by what each rank has: the state and the parameters are the same on all of them."""
-    odeint = pytest.importorskip("jax.experimental.ode").odeint
-    data = np.random.default_rng(5).normal(size=(MPI.COMM_WORLD.size, 3))
-    mine = data[MPI.COMM_WORLD.rank]
-
-    def pull(u, t, parameters):
-        u, parameters = jaxmpi.replicate((u, parameters))
-        return notoken.allreduce(parameters[0] * jnp.sin(mine - u) + parameters[1] * jnp.cos(t), MPI.SUM)
-
-    def pull_together(u, t, parameters):
-        return jnp.sum(parameters[0] * jnp.sin(data - u) + parameters[1] * jnp.cos(t), axis=0)
-
-    def loss(f):
-        times = jnp.linspace(0.0, 1.0, 3)
-        return lambda _, shared: jnp.sum(odeint(f, shared[:3], times, shared[3:]) ** 2)
-
-    return loss(pull), loss(pull_together), ((1,), (5,))
-
-
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 EAGER = lambda f: f  # noqa: E731
@@ -409,18 +334,12 @@ CLIENTS = [
     (of_training, ("adam", 4), our_jit, "rank 0", {}),
     (of_training, ("lbfgs", 5), our_jit, "everywhere", {"modes": (), **ROUGH}),
     (of_training, ("lbfgs", 2), jax_jit, "everywhere", {"modes": ("forward",), **ROUGH}),
-    (of_bfgs, (), jax_jit, "everywhere", {"modes": (), **ROUGH}),
     *((of_flows, how, jit, where, {"modes": (mode,)}) for *how, jit, where, mode in ADJOINTS),
-    (of_layers, ("vmap",), jax_jit, "everywhere", {}),
-    (of_layers, ("vmap",), our_jit, "rank 0", {}),
-    (of_layers, ("checkpoint",), our_jit, "everywhere", {}),
-    (of_layers, ("scan",), jax_jit, "rank 0", {}),
     *((of_solves, (name,), jax_jit, "everywhere", SOLVED) for name in ("CG", "BiCGStab", "gmres")),
     *((of_solves, (name,), our_jit, "rank 0", SOLVED) for name in ("CG", "GMRES", "cg", "bicgstab")),
     *((of_solves, (name, EAGER), EAGER, "everywhere", {"modes": (), **SOLVED}) for name in ("CG", "cg")),
     *((of_solves_inside, ("CG", wrap), our_jit, "everywhere", SOLVED) for wrap in ("scan", "cond", "vmap")),
     *((of_solves_inside, ("cg", wrap), jax_jit, "everywhere", SOLVED) for wrap in ("scan", "vmap", "checkpoint")),
-    (of_odeint, (), our_jit, "everywhere", {"modes": ("reverse",), **ROUGH}),
 ]
 """What makes a client and the witness, and with what; how it is compiled, where it is differentiated, and how."""
 

@@ -134,34 +134,18 @@ def solve_spread(b, w):
     return lax.custom_linear_solve(matvec, b, solve, transpose_solve=solve)
 
 
-@rows("constants", ["side", "matrix", "both"])
+@rows("constants", ["side", "matrix", "both", "matrix of others"])
 def test_linear_solve_of_constants(constants, comm, rank, size):
-    """A right-hand side, or a matrix, or both, that are constants on rank 0 alone."""
+    """A right-hand side, or a matrix, or both, that are constants on rank 0 alone; a matrix that is one elsewhere."""
 
     def f(x, constant):
-        b = jnp.ones(2) if rank == 0 and constant != "matrix" else x
-        w = jnp.full(2, 0.5) if rank == 0 and constant != "side" else jnp.cos(x)
-        return jnp.sin(solve_spread(b, w)) + x
+        b = jnp.ones(2) if rank == 0 and constant in ("side", "both") else x
+        is_constant = rank > 0 if constant == "matrix of others" else rank == 0 and constant != "side"
+        return jnp.sin(solve_spread(b, jnp.full(2, 0.5) if is_constant else jnp.cos(x))) + x
 
     x = normal((2,), float, rank, 0)
-    wraps = {"side": EAGER, "matrix": jax.jit, "both": jaxmpi.jit}
+    wraps = {"side": EAGER, "matrix": jax.jit, "both": jaxmpi.jit, "matrix of others": jax.jit}
     check_all([Map(name, wraps[name](lambda x, name=name: f(x, name)), x, 1e-9) for name in constants], comm)
-
-
-def test_linear_solve_whose_matrix_depends_on_one_rank_alone(comm, rank, size):
-    """Rank 0's matrix has a value inside, the others' none at all."""
-
-    def f(x):
-        def matvec(u):
-            weighted = u * jnp.cos(x) if rank == 0 else u
-            return 2 * u + 0.3 * notoken.bcast(weighted, 0)
-
-        def solve(matvec, b):
-            return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
-
-        return lax.custom_linear_solve(matvec, x, solve, transpose_solve=solve)
-
-    check_wrapped(lambda wrap: wrap(f), normal((2,), float, rank, 0), WRAPS, comm, 1e-9)
 
 
 DERIVATIVES = {

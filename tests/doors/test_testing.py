@@ -58,17 +58,6 @@ def tree(state, data):
     return total(output**2) / n + jnp.sum(model["shift"] ** 2) + jnp.sum(model["empty"]), {"n": n}
 
 
-def in_a_loop(w, x):
-    def step(w, _):
-        return w - 0.1 * jax.grad(lambda w: total((x @ jaxmpi.replicate(w)) ** 2))(w), None
-
-    return jnp.sum(jax.lax.scan(step, w, None, length=3)[0] ** 2)
-
-
-def by_value(w, x):
-    return total(jaxmpi.replicate(w) * jnp.sum(x)) if w[0] > -100 else w
-
-
 def neighbours(w, x):
     """Results of each rank's own."""
     left = notoken.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
@@ -93,11 +82,6 @@ def of_keys(key, n, w, x):
     return regression(w * n, x, Y) + 0 * jax.random.normal(key)
 
 
-def softmax(z, target):
-    largest = jaxmpi.replicate(notoken.allreduce(jnp.max(z), MPI.MAX))
-    return total(-target * (z - largest - jnp.log(jaxmpi.replicate(total(jnp.exp(z - largest))))))
-
-
 HALF = partial(jnp.asarray, dtype=jnp.bfloat16)
 TREE = ({"layers": [draw(2, 3, rank=0)], "shift": jnp.ones((2, 1)), "empty": jnp.zeros((0, 2))}, 5)
 RIGHT = {
@@ -112,13 +96,9 @@ RIGHT = {
         "w",
     ),
     "pytrees": (tree, (TREE, {"x": X}), "state"),
-    "numbers": (lambda w, x: total(jaxmpi.replicate(w) * x), (0.5, 1.0 + RANK), "w"),
-    "positions": (lambda *a: regression(a[2], a[0], a[1]), (X, Y, W), -1),
-    "a loop of gradients": (in_a_loop, (W, X), "w"),
-    "by value": (by_value, (W, X), "w"),
+    "numbers at positions": (lambda x, w: total(jaxmpi.replicate(w) * x), (1.0 + RANK, 0.5), -1),
     "scattered": (scattered, (draw(SIZE, 3) if RANK == 0 else draw(3), W), "w"),
     "keys and integers": (of_keys, (jax.random.key(3), 2, W, X), ("key", "n", "w")),
-    "softmax": (softmax, (draw(4), jnp.eye(4)[1] * (RANK == SIZE - 1)), ()),
     "kinks nearby": (lambda w, x: total(jax.nn.relu(x @ jaxmpi.replicate(w))), (W, X), "w"),
     "no derivative": (lambda w, x: total(x**2) + 0 * jnp.sum(w), (W, X), "w"),
     "cancelling": (lambda b, x: total(jax.nn.softmax(x + jaxmpi.replicate(b)[0])), (W, X), "b"),

@@ -444,23 +444,9 @@ NEVER = [memory_that_nobody_wrote, serialized]
 # --- beside mpi4py ----------------------------------------------------------------------------------------------------
 
 
-def rank_that_uses_mpi4py(world):
-    """A rank that takes part by mpi4py costs the others some seconds, once for a communicator, and nothing else."""
-    rank, size = world.rank, world.size
-    for comm in (MPI.COMM_WORLD, world):
-        for i in range(6):
-            total = np.zeros(3, np.float32)
-            if rank == 0:
-                comm.Bcast(np.arange(3, dtype=np.float32) + i, 0)
-                comm.Allreduce(np.ones(3, np.float32), total)
-            else:
-                assert (notoken.bcast(jnp.zeros(3), 0, comm=comm) == jnp.arange(3.0) + i).all()
-                total = notoken.allreduce(jnp.ones(3), MPI.SUM, comm=comm)
-            assert (np.asarray(total) == size).all()
-
-
 def ranks_that_use_mpi4py_in_turns(world):
-    """Each makes its part of each call by jaxmpi or by mpi4py: calls are not numbered alike, and no error."""
+    """Each makes its part of each call by jaxmpi or by mpi4py: calls are not numbered alike, and no error. It costs the
+    others some seconds, once for a communicator."""
     rank, size, draw = world.rank, world.size, random.Random(0)
     for _ in range(12):
         kind = draw.choice(["allreduce", "allgather", "alltoall"])
@@ -478,4 +464,4 @@ def ranks_that_use_mpi4py_in_turns(world):
         assert (np.asarray(y) == expected).all(), kind
 
 
-WITH_MPI4PY = [rank_that_uses_mpi4py, ranks_that_use_mpi4py_in_turns]
+WITH_MPI4PY = [ranks_that_use_mpi4py_in_turns]
