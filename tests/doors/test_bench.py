@@ -62,6 +62,7 @@ def test_all_operations(run, rank, size, how, tmp_path):
     if rank > 0:
         return
     assert len(rows_of(out)) == len(names)
+    assert f"{size} ranks on 1 host" in out or size == 1
     written = json.loads((tmp_path / "figures.json").read_text())
     assert (written["ranks"], written["how"], written["dtype"], written["device"]) == (size, how, "float32", "cpu")
     assert [row["operation"] for row in written["rows"]] == names
@@ -296,7 +297,11 @@ def test_sizes():
     assert {text: options.size(text) for text in sizes} == sizes
 
 
-def test_rounding_is_said(run, rank, size):
+def test_notes(run, rank, size):
+    """Of sizes that are rounded, and of what is measured otherwise than by other tools."""
+    code, out, _ = run("osu_bw" if size > 1 else "bcast", "--bytes", 8, *SHORT)
+    assert code == 0
+    assert rank > 0 or size == 1 or "\nosu_bw: OSU's sends do not block" in out
     code, out, _ = run("alltoall", "-b", 1, "-e", 10, "-f", 10, "--dtype", "int16", *SHORT)
     assert code == 0
     if rank == 0:
@@ -385,34 +390,6 @@ def test_what_cannot_be_exact():
 
 
 # --- as users start it -----------------------------------------------------------------------------------------------
-
-
-WRONG = """
-import dataclasses, runpy, sys
-from jaxmpi._bench import operations
-row = operations.OPERATIONS["sendrecv"]
-operations.OPERATIONS["sendrecv"] = dataclasses.replace(row, call=lambda case, x: x)
-sys.argv[1:] = "osu_allreduce osu_bw sendrecv --bytes 8 400 --rounds 3 -n 5".split()
-runpy.run_module("jaxmpi.bench", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.alone
-@pytest.mark.nightly
-def test_as_a_program(tmp_path):
-    """Its tables, and its exit code where one operation has wrong data."""
-    path = tmp_path / "program.py"
-    path.write_text(WRONG)
-    done = launch(2, path, check=False)
-    assert done.returncode == 1
-    assert "\nallreduce (osu_allreduce): bytes of the array\n" in done.stdout
-    assert "\nosu_bw: OSU's sends do not block" in done.stdout
-    assert "2 ranks on 1 host" in done.stdout
-    assert [row[0] for row in rows_of(done.stdout)] == ["8", "400"] * 3
-    *right, _, wrong = (int(row[-1]) for row in rows_of(done.stdout))
-    assert right == [0] * 4
-    assert wrong > 500  # of 100 elements on each of two ranks, in three rounds
-    assert done.stdout.count("WRONG DATA") == 1
 
 
 @pytest.mark.nightly

@@ -57,8 +57,7 @@ def check_example(scatter, allreduce, rank, size, whole=False):
 
 def test_mpi4jax(stand_in, comm, rank, size):
     mpi4jax = stand_in("mpi4jax")
-    x = jnp.arange(3.0) + rank
-    total = size * np.arange(3.0) + size * (size - 1) / 2
+    x, total = jnp.arange(3.0) + rank, size * np.arange(3.0) + size * (size - 1) / 2
     np.testing.assert_array_equal(mpi4jax.allreduce(x, op=MPI.SUM, comm=comm), total)
     np.testing.assert_array_equal(jax.jit(lambda x: mpi4jax.allreduce(x, MPI.SUM))(x), total)
     assert mpi4jax.barrier(comm=comm) is None
@@ -98,8 +97,7 @@ def test_mpi4jax_errors(stand_in, comm, rank):
 
 def test_mpi4jax_with_tokens(stand_in, comm, rank, size):
     mpi4jax = stand_in("mpi4jax-token")
-    x = jnp.arange(3.0) + rank
-    total = size * np.arange(3.0) + size * (size - 1) / 2
+    x, total = jnp.arange(3.0) + rank, size * np.arange(3.0) + size * (size - 1) / 2
     token = mpi4jax.barrier()
 
     @jax.jit
