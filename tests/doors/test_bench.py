@@ -15,7 +15,7 @@ from jaxmpi._bench import data, operations, options, report, timing
 from jaxmpi._bench.operations import OPERATIONS, Case
 from jaxmpi._operations import table
 from support.launch import launch
-from support.rows import each, rows
+from support.rows import each, row_by_row, rows
 from support.table import CASES, UFUNCS
 
 SHORT = ("--rounds", "2", "-n", "3", "-w", "1")
@@ -82,16 +82,13 @@ def test_all_operations(run, rank, size, how, tmp_path):
 DTYPES = ("bfloat16 sum", "complex64 sum", "bool max", "float8_e8m0fnu moved")
 
 
-@rows("cases", DTYPES)
-def test_dtypes(cases, run, rank):
-    def check(row):
-        dtype, op = row.split()
-        words = ["alltoall"] if op == "moved" else ["scan", "--op", op]
-        code, out, _ = run(*words, "--dtype", dtype, "--bytes", 4096, *SHORT)
-        assert code == 0
-        assert rank > 0 or [row[-1] for row in rows_of(out, dtype)] == ["0"]
-
-    each(cases, check)
+@row_by_row("case", DTYPES)
+def test_dtypes(case, run, rank):
+    dtype, op = case.split()
+    words = ["alltoall"] if op == "moved" else ["scan", "--op", op]
+    code, out, _ = run(*words, "--dtype", dtype, "--bytes", 4096, *SHORT)
+    assert code == 0
+    assert rank > 0 or [row[-1] for row in rows_of(out, dtype)] == ["0"]
 
 
 def _adds(case, x, right):
@@ -111,20 +108,17 @@ MISTAKES = [
 ]
 
 
-@rows("cases", MISTAKES, ids=lambda row: f"{row[0]}-{row[2]}")
-def test_mistakes_are_found(cases, run, rank, monkeypatch):
-    def check(row):
-        name, mistake, how = row
-        right = OPERATIONS[name]
-        wrong = dataclasses.replace(right, call=lambda case, x: mistake(case, x, right.call))
-        with monkeypatch.context() as patch:
-            patch.setitem(operations.OPERATIONS, name, wrong)
-            code, out, _ = run(name, "--bytes", 1600, "--how", how, *SHORT)
-        assert code == 1
-        assert rank > 0 or int(rows_of(out)[0][-1]) > 0
-        assert rank > 0 or "WRONG DATA" in out
-
-    each(cases, check, lambda row: f"{row[0]}-{row[2]}")
+@row_by_row("case", MISTAKES, lambda row: f"{row[0]}-{row[2]}")
+def test_mistakes_are_found(case, run, rank, monkeypatch):
+    name, mistake, how = case
+    right = OPERATIONS[name]
+    wrong = dataclasses.replace(right, call=lambda case, x: mistake(case, x, right.call))
+    with monkeypatch.context() as patch:
+        patch.setitem(operations.OPERATIONS, name, wrong)
+        code, out, _ = run(name, "--bytes", 1600, "--how", how, *SHORT)
+    assert code == 1
+    assert rank > 0 or int(rows_of(out)[0][-1]) > 0
+    assert rank > 0 or "WRONG DATA" in out
 
 
 def test_no_check_no_mistakes(run, rank, monkeypatch):
@@ -180,30 +174,26 @@ def test_witness(cases):
 
 
 @pytest.mark.alone
-@rows(
-    "cases", itertools.product(("sum", "prod", "max", "min"), ("float32", "int8", "float16", "bfloat16", "complex64"))
+@row_by_row(
+    "case", itertools.product(("sum", "prod", "max", "min"), ("float32", "int8", "float16", "bfloat16", "complex64"))
 )
-def test_reductions_are_exact(cases):
+def test_reductions_are_exact(case):
     """In any order, and in the dtype itself; all ranks count."""
-
-    def check(row):
-        op, dtype = row
-        if dtype == "complex64" and op in ("max", "min"):
-            return  # complex numbers have no order
-        ufunc = UFUNCS[op.upper()]
-        each_rank = [witness("allreduce", rank, 5, 300, dtype, op) for rank in range(5)]
-        xs = [its.operand(1) for its in each_rank]
-        assert len({x.tobytes() for x in xs}) == 5
-        for order in (xs, xs[::-1]):
-            total = order[0]
-            for x in order[1:]:
-                total = ufunc(total, x)
-            assert each_rank[2].wrong(total.astype(xs[0].dtype), 1, 1) == (0, 300)
-        for less in range(5):
-            total = ufunc.reduce([x for rank, x in enumerate(xs) if rank != less]).astype(xs[0].dtype)
-            assert each_rank[2].wrong(total, 1, 1)[0] > 0
-
-    each(cases, check)
+    op, dtype = case
+    if dtype == "complex64" and op in ("max", "min"):
+        return  # complex numbers have no order
+    ufunc = UFUNCS[op.upper()]
+    each_rank = [witness("allreduce", rank, 5, 300, dtype, op) for rank in range(5)]
+    xs = [its.operand(1) for its in each_rank]
+    assert len({x.tobytes() for x in xs}) == 5
+    for order in (xs, xs[::-1]):
+        total = order[0]
+        for x in order[1:]:
+            total = ufunc(total, x)
+        assert each_rank[2].wrong(total.astype(xs[0].dtype), 1, 1) == (0, 300)
+    for less in range(5):
+        total = ufunc.reduce([x for rank, x in enumerate(xs) if rank != less]).astype(xs[0].dtype)
+        assert each_rank[2].wrong(total, 1, 1)[0] > 0
 
 
 # --- the figures -----------------------------------------------------------------------------------------------------
@@ -352,21 +342,17 @@ BAD = [
 
 
 @pytest.mark.alone
-@rows("cases", BAD, ids=lambda row: " ".join(row[0]))
-def test_bad_arguments(cases, run):
+@row_by_row("case", BAD, lambda row: " ".join(row[0]))
+def test_bad_arguments(case, run):
     """Told once, before anything is measured."""
-
-    def check(row):
-        arguments, told = row
-        if "gpu" in arguments and bench.jax.default_backend() != "cpu":
-            return
-        code, out, error = run(*arguments)
-        assert code == 2
-        assert out == ""
-        assert error.count(told) == 1
-        assert "Traceback" not in error
-
-    each(cases, check, lambda row: " ".join(row[0]))
+    arguments, told = case
+    if "gpu" in arguments and bench.jax.default_backend() != "cpu":
+        return
+    code, out, error = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert error.count(told) == 1
+    assert "Traceback" not in error
 
 
 @pytest.mark.ranks(2)

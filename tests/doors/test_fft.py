@@ -18,7 +18,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import fft
 from support import drawing
-from support.rows import each, rows
+from support.rows import each, row_by_row, rows
 from support.table import NEW_JAX
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
@@ -419,16 +419,13 @@ BAD = [
 
 
 @pytest.mark.alone
-@rows("cases", BAD, ids=lambda row: row[2])
-def test_bad_calls(cases, comm, size):
+@row_by_row("case", BAD, lambda row: row[2])
+def test_bad_calls(case, comm, size):
     grid = jaxmpi.Grid((size, 1), (4, 6))
 
-    def check(row):
-        call, error, words = row
-        with pytest.raises(error, match=words):
-            call(grid, jnp.ones(grid.local_shape))
-
-    each(cases, check, lambda row: row[2])
+    call, error, words = case
+    with pytest.raises(error, match=words):
+        call(grid, jnp.ones(grid.local_shape))
 
 
 @pytest.mark.ranks(2)

@@ -19,7 +19,7 @@ from jaxmpi._testing import figures, together, verdict
 from jaxmpi.testing import check_grads
 from support import drawing, gradients
 from support.launch import launch
-from support.rows import each, rows
+from support.rows import each, row_by_row
 from support.table import NEW_JAX
 
 pytestmark = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
@@ -322,14 +322,11 @@ WRONG = {
 
 
 @pytest.mark.alone
-@rows("names", WRONG)
-def test_wrong_arguments(names):
-    def check(name):
-        kind, text, args, options = WRONG[name]
-        with pytest.raises(kind, match=re.escape(text)):
-            check_grads(*args, **options)
-
-    each(names, check)
+@row_by_row("name", WRONG)
+def test_wrong_arguments(name):
+    kind, text, args, options = WRONG[name]
+    with pytest.raises(kind, match=re.escape(text)):
+        check_grads(*args, **options)
 
 
 @pytest.mark.ranks(2)
