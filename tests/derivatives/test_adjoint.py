@@ -695,16 +695,18 @@ def test_invariant_of_dtypes(shape, comm, rank, size):
     each(list(zip(names, drawn, found, strict=True)), same, lambda row: row[0])
 
 
-def test_invariant_under_vmap(comm, rank, size):
+def test_invariant_under_vmap_and_of_a_constant(comm, rank, size):
+    """On one rank alone the constant depends on what is differentiated."""
     x = normal((4, 3), float, rank, 0)
     xs = jnp.asarray(comm.allgather(np.asarray(x)))
-
-    def loss(x):
-        return one_loss(jaxmpi.invariant(notoken.allgather(x)))
-
+    loss = lambda x: one_loss(jaxmpi.invariant(notoken.allgather(x)))  # noqa: E731
     expected = jax.jit(jax.vmap(jax.grad(one_loss), 1, 1))(xs)[rank]
     np.testing.assert_allclose(jaxmpi.jit(jax.vmap(jax.grad(loss)))(x), expected, rtol=1e-12)
     np.testing.assert_array_equal(jax.vmap(jaxmpi.invariant, 1, 1)(xs[0]), xs[0])
+    y = 2.0 * jnp.ones(2)
+    of_constant = lambda x: jnp.sum(jaxmpi.invariant(x if rank == 0 else y) ** 2) + 0 * jnp.sum(x)  # noqa: E731
+    for jit in (jax.jit, jax.checkpoint):
+        np.testing.assert_allclose(jax.grad(jit(of_constant))(y), 2 * y / size * (rank == 0), rtol=1e-12)
 
 
 def test_invariant_of_a_pytree_and_integers(comm, rank, size):
@@ -724,15 +726,3 @@ def test_invariant_of_a_pytree_and_integers(comm, rank, size):
     half = comm.Split(rank % 2, rank)
     (gradient,) = jax.vjp(lambda x: jaxmpi.invariant(x, comm=half), 1.0)[1](1.0)
     np.testing.assert_allclose(gradient, 1 / half.size)
-
-
-def test_invariant_of_a_constant(comm, rank, size):
-    """On one rank alone it depends on what is differentiated."""
-    y = 2.0 * jnp.ones(2)
-
-    def loss(x):
-        return jnp.sum(jaxmpi.invariant(x if rank == 0 else y) ** 2) + 0 * jnp.sum(x)
-
-    expected = 2 * y / size if rank == 0 else 0 * y
-    for jit in (jax.jit, jax.checkpoint):
-        np.testing.assert_allclose(jax.grad(jit(loss))(y), expected, rtol=1e-12)

@@ -1,4 +1,5 @@
-"""Programs of other libraries whose functions communicate: optax, diffrax, equinox, lineax, and JAX's own solvers.
+"""Programs of other libraries whose functions communicate: diffrax, equinox, lineax, and JAX's own solvers.
+docs/tutorial.md and examples/ have one of optax.
 
 Each client is a scalar of what a rank has of its own and of what all ranks share. The witness is the same program on
 the gathered arrays in one process, without MPI: its value, its gradient, and its derivative in one direction.
@@ -62,52 +63,6 @@ def check_client(ours, theirs, shapes, comm, jit, where="everywhere", modes=("re
     if "forward" in modes:
         pair = jit(lambda x, v: jax.jvp(f, x, v))(mine, v)
         np.testing.assert_allclose(pair, jax_jit(lambda x, v: jax.jvp(g, x, v))(everything, vs), rtol=rtol)
-
-
-# --- optax ----------------------------------------------------------------------------------------------------------
-
-POINTS = 6
-
-
-def model(parameters, data):
-    """Squared errors at the points `data`, shape (2, n), of a model with four parameters."""
-    a, b, c, d = parameters
-    return (a * jnp.tanh(b * data[0] + c) + d - data[1]) ** 2
-
-
-def fit(parameters, data):
-    """The mean error over the points of all ranks."""
-    return total(model(jaxmpi.replicate(parameters), data)) / (POINTS * MPI.COMM_WORLD.size)
-
-
-def fit_together(parameters, data):
-    return jnp.mean(jax.vmap(model, (None, 0))(parameters, data))
-
-
-def of_training(name, steps):
-    """The line search of L-BFGS evaluates function and gradient in loops whose length depends on their values."""
-    optax = pytest.importorskip("optax")
-    optimizer = {"adam": lambda: optax.with_extra_args_support(optax.adam(0.1)), "lbfgs": optax.lbfgs}[name]()
-
-    def make_train(loss):
-        def train(data, parameters):
-            f = lambda p: loss(p, data)  # noqa: E731
-            value_and_grad = lambda p, state: jax.value_and_grad(f)(p)  # noqa: E731
-            if name == "lbfgs":
-                value_and_grad = optax.value_and_grad_from_state(f)
-
-            def step(carry, _):
-                p, state = carry
-                value, gradient = value_and_grad(p, state=state)
-                updates, state = optimizer.update(gradient, state, p, value=value, grad=gradient, value_fn=f)
-                return (optax.apply_updates(p, updates), state), value
-
-            (p, _), values = lax.scan(step, (parameters, optimizer.init(parameters)), None, steps)
-            return values[-1] + loss(p, data)
-
-        return train
-
-    return make_train(fit), make_train(fit_together), ((2, POINTS), (4,))
 
 
 # --- diffrax --------------------------------------------------------------------------------------------------------
@@ -328,12 +283,8 @@ def test_linear_solve_whose_matrix_depends_on_one_rank(name, jit, where, comm, r
 # --- all of them ----------------------------------------------------------------------------------------------------
 
 EAGER = lambda f: f  # noqa: E731
-ROUGH, SOLVED = {"rtol": 1e-6}, {"rtol": 1e-7}
+SOLVED = {"rtol": 1e-7}
 CLIENTS = [
-    (of_training, ("adam", 4), jax_jit, "everywhere", {}),
-    (of_training, ("adam", 4), our_jit, "rank 0", {}),
-    (of_training, ("lbfgs", 5), our_jit, "everywhere", {"modes": (), **ROUGH}),
-    (of_training, ("lbfgs", 2), jax_jit, "everywhere", {"modes": ("forward",), **ROUGH}),
     *((of_flows, how, jit, where, {"modes": (mode,)}) for *how, jit, where, mode in ADJOINTS),
     *((of_solves, (name,), jax_jit, "everywhere", SOLVED) for name in ("CG", "BiCGStab", "gmres")),
     *((of_solves, (name,), our_jit, "rank 0", SOLVED) for name in ("CG", "GMRES", "cg", "bicgstab")),

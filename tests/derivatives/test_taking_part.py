@@ -148,37 +148,6 @@ def test_linear_solve_of_constants(constants, comm, rank, size):
     check_all([Map(name, wraps[name](lambda x, name=name: f(x, name)), x, 1e-9) for name in constants], comm)
 
 
-DERIVATIVES = {
-    "jj": lambda f, w: jax.jvp(lambda w: jax.jvp(f, (w,), (2 * w,))[1], (w,), (jnp.cos(w),))[1],
-    "gj": lambda f, w: jax.grad(lambda w: jnp.sum(jax.jvp(f, (w,), (2 * w,))[1]))(w),
-    "jg": lambda f, w: jax.jvp(jax.grad(lambda w: jnp.sum(f(w))), (w,), (2 * w,))[1],
-    "gg": lambda f, w: jax.grad(lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(f(w)))(w) ** 2))(w),
-    "hessian": lambda f, w: jax.hessian(lambda w: jnp.sum(f(w)))(w),
-    "jacfwd-jacfwd": lambda f, w: jax.jacfwd(jax.jacfwd(f))(w),
-    "jacrev-jacfwd": lambda f, w: jax.jacrev(jax.jacfwd(f))(w),
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("constant", [False, True], ids=["", "constant"])
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_second_derivatives_that_are_mapped_on_one_rank_alone(derivative, constant, comm, rank, size):
-    """What is mapped is data, by which a tangent or a cotangent is multiplied on rank 0 alone."""
-
-    def f(w, data):
-        operand = jnp.sin(w) * data if rank == 0 else w**2 + data
-        y = notoken.allreduce(operand, MPI.SUM) + notoken.bcast(operand, 0)
-        y = jnp.tanh(y) * (data if rank == 0 else 1)
-        return data * jnp.ones(2) if constant and rank == size - 1 else y
-
-    def second(w, data):
-        return DERIVATIVES[derivative](jax.checkpoint(lambda w: f(w, data)), w)
-
-    w, data = normal((2,), float, rank, 0), normal((3,), float, rank, 1)
-    expected = jnp.stack([second(w, row) for row in data])
-    np.testing.assert_allclose(jax.vmap(second, in_axes=(None, 0))(w, data), expected, rtol=1e-9, atol=1e-12)
-
-
 def test_second_derivative_of_a_checkpoint_that_prevents_cse_of_some_operands(comm, rank, size):
     try:
         remember = jax.checkpoint(lambda a, b: notoken.bcast(jnp.sin(a) * b, 0), prevent_cse=(True, False))

@@ -162,10 +162,6 @@ class Model:
     def method(self, x: jax.Array) -> int:
         return 1
 
-    @jaxmpi.jit(static_argnums=0)
-    def with_options(self, x, scale=1):
-        return x * scale
-
     @staticmethod
     @jaxmpi.jit
     def static(x: jax.Array) -> int:
@@ -195,11 +191,8 @@ assert_type(Model.of_class(x), int)
 assert_type(model.size, int)
 assert_type(model.attribute(x), int)
 Model.method.lower(model, x)
-model.with_options(x, scale=2)
 model.method()  # error
 model.method(x, x)  # error
-model.with_options()  # error
-model.with_options(x, 1, 2)  # error
 model.static(x, x)  # error
 model.attribute()  # error
 Model.method(model)  # error
