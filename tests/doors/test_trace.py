@@ -505,11 +505,11 @@ def test_ranks_that_do_not_know_their_job(tmp_path):
             make_file(tmp_path, rank, 2, job=None, launched=launched, name=f"{name}{ranks[rank]}")
     for job in ("first", "second"):
         make_file(tmp_path, 0, 2, job=job, launched="n")
-    make_file(tmp_path, 1, 2, job=None, launched="n")
+    make_file(tmp_path, 1, 2, job=None, launched="n", name="neither")
     assert [(job.name, job.size, list(job.paths)) for job in files.jobs(tmp_path)] == [
         ("first", 2, [0]),
+        ("neither", 2, [1]),
         ("other0", 2, [0, 1]),
-        ("own1", 2, [1]),
         ("second", 2, [0]),
         ("third0", 2, [0, 1]),
         ("x", 3, [0, 1, 2]),

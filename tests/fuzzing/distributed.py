@@ -405,7 +405,8 @@ class Distributed:
         args, closed = operands[: len(call.operands)], operands[len(call.operands) :]
         if call.kind in TAKING:
             given = [flying[key] for key in call.given]
-            return getattr(self, "_" + call.kind.replace(".", "_"))(call, args, closed, number, given)
+            name = {"jaxmpi.jit": "jit", "scan": "scan_loop"}.get(call.kind, call.kind)  # scan is an operation, too
+            return getattr(self, f"_{name}")(call, args, closed, number, given)
         return getattr(self, "_" + call.kind)(call, args, closed, number), []
 
     def _function(self, call, closed, number, body=0):
@@ -429,11 +430,8 @@ class Distributed:
         restored = self.rank in call.integer_out and self.rank not in call.silent_on
         return vectors.from_integer(y) if restored else y, returned
 
-    def _jit(self, *call):
-        return self._called(jax.jit, *call)
-
-    def _jaxmpi_jit(self, *call):
-        return self._called(jaxmpi.jit, *call)
+    def _jit(self, call, *rest):
+        return self._called(jax.jit if call.kind == "jit" else jaxmpi.jit, call, *rest)
 
     def _call(self, *call):
         return self._called(lambda f: f, *call)[0]
@@ -445,17 +443,15 @@ class Distributed:
 
     def _cond(self, call, args, closed, number, given):
         def wrap(_):
-            first, second = (self._function(call, closed, number, body) for body in (0, 1))
-            return lambda *args: lax.cond((number + call.offset) % 2 == 0, first, second, *args)
+            branches = [self._function(call, closed, number, body) for body in range(len(call.bodies))]
+            chosen = (number + call.offset) % len(branches)
+            if call.kind == "cond":
+                return lambda *args: lax.cond(chosen == 0, *branches, *args)
+            return lambda *args: lax.switch(chosen, branches, *args)
 
         return self._called(wrap, call, args, closed, number, given)
 
-    def _switch(self, call, args, closed, number, given):
-        def wrap(_):
-            branches = [self._function(call, closed, number, body) for body in (0, 1, 2)]
-            return lambda *args: lax.switch((number + call.offset) % 3, branches, *args)
-
-        return self._called(wrap, call, args, closed, number, given)
+    _switch = _cond
 
     def _ends(self, call, y):
         """Loops have a carried value, so what functions do is done after them."""
@@ -476,12 +472,6 @@ class Distributed:
         if call.stacks:
             flying = [jax.tree.map(lambda leaf, i=i: leaf[i], its) for i in range(call.length) for its in stacked]
         return self._ends(call, jnp.tanh(carry + jnp.sum(ys, axis=0))), flying
-
-    def _scan(self, *args):
-        """Both the operation and the loop have this name."""
-        if isinstance(args[0], Comm):
-            return notoken.scan(args[1], getattr(MPI, args[0].op))
-        return self._scan_loop(*args)
 
     def _fori(self, call, args, closed, number, given):
         carry, *more = args
@@ -558,16 +548,15 @@ class Distributed:
 
     # --- solvers ---------------------------------------------------------------------------------------------------
 
-    def _solve(self, call, args, closed, number, symmetric=False):
-        b, w = args[0], jnp.tanh(args[1])
+    def _solve(self, call, args, closed, number):
+        b, w, symmetric = args[0], jnp.tanh(args[1]), call.kind == "symmetric"
 
         def matvec(u):
             return 2 * u + vectors.WEAK * w * self.run(call.bodies[0], [w * u if symmetric else u], 0)[0]
 
         return lax.custom_linear_solve(matvec, b, _richardson, transpose_solve=_richardson, symmetric=symmetric)
 
-    def _symmetric(self, *call):
-        return self._solve(*call, symmetric=True)
+    _symmetric = _solve
 
     def _root(self, call, args, closed, number):
         b, w = args[0], jnp.tanh(args[1])
