@@ -78,7 +78,7 @@ MOST ?= 40
 slowest: ## how long the tests took that ran last: the slowest MOST (40), and the sums by file and by kind
 	@$(PYTHON) tests/support/durations.py $(OUTPUT)/durations --most $(MOST)
 
-test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
+test-clients: $(READY) $(VENV)/.clients ## programs of diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
 	$(SUITES) clients
 
 PROCESSES ?= 1 2 3 4

@@ -15,6 +15,7 @@ import jaxmpi
 from fuzzing import checks, programs
 from fuzzing.vectors import as_rows, combine_rows, constant
 from fuzzing.witness import Witness
+from support.rows import one_each_time
 from support.table import NEW_JAX, _accumulate
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for too long on more ranks than cores")
@@ -105,74 +106,48 @@ def test_witness_of_maps(size):
         assert jnp.allclose(accumulated[rank], combine_rows(own, size), rtol=0, atol=1e-15)
 
 
-def _as_if_kept(exchange, x):
+def _as_if_kept(y, x):
     """The right value, with the derivative of what is not exchanged."""
-    return x + jax.lax.stop_gradient(exchange(x) - x)
+    return x + STOPPED(y - x)
 
 
-def _turned(x, owned):
-    return x.at[owned:].set(x[owned:][::-1])
-
-
-WRONG_MAPS = {
-    "copies that are kept": ("exchange", "value", lambda exchange, owned, x: x),
-    "copies in another order": ("exchange", "value", lambda exchange, owned, x: _turned(exchange(x), owned)),
-    "a derivative of the own rows": ("exchange", "vjp", lambda exchange, owned, x: _as_if_kept(exchange, x)),
-    "copies that are not cleared": ("accumulate", "value", lambda add, owned, x: add(x).at[owned:].set(x[owned:])),
-    "copies that are not added": ("accumulate", "value", lambda add, owned, x: x.at[owned:].set(0)),
-    "a tangent of the copies": ("accumulate", "jvp", lambda add, owned, x: _as_if_kept(add, x)),
+STOPPED = jax.lax.stop_gradient
+FAULTS = {
+    "copies that are kept": ("index_exchange", "value", lambda y, x, n: x),
+    "copies in another order": ("index_exchange", "value", lambda y, x, n: y.at[n:].set(y[n:][::-1])),
+    "a derivative of the own rows": ("index_exchange", "vjp", lambda y, x, n: _as_if_kept(y, x)),
+    "copies that are not cleared": ("index_accumulate", "value", lambda y, x, n: y.at[n:].set(x[n:])),
+    "copies that are not added": ("index_accumulate", "value", lambda y, x, n: x.at[n:].set(0)),
+    "a tangent of the copies": ("index_accumulate", "jvp", lambda y, x, n: _as_if_kept(y, x)),
+    "rows in another order": ("migrate", "value", lambda y, x, n: jnp.roll(y[::-1], n)),
+    "no derivative of rows": ("migrate", "vjp", lambda y, x, n: STOPPED(y)),
+    "a block that is turned": ("redistribute", "value", lambda y, x, n: y[::-1]),
+    "half a tangent": ("redistribute", "jvp", lambda y, x, n: y / 2 + STOPPED(y / 2)),
 }
+"""The operation, the mode that finds the fault, and what becomes of the right result `y` of `x`, whose own rows are the
+first `n`."""
 
 
-@pytest.mark.parametrize("fault", at_night(WRONG_MAPS))
-def test_wrong_maps_are_noticed(fault, judge, size, monkeypatch):
-    if size == 1:
+@pytest.mark.parametrize("fault", one_each_time(FAULTS, "copies that are kept", "rows in another order"))
+def test_faults_are_noticed(fault, judge, size, monkeypatch):
+    name, mode, wrong = FAULTS[fault]
+    if size == 1 and name in programs.OF_MAPS:
         pytest.skip("there are no copies")
-    name, mode, wrong = WRONG_MAPS[fault]
-    body = programs.Body((programs.Comm(f"index_{name}", 0, map=all_rows(size)),), programs.INPUTS)
-    program = programs.Program(0, size, body, True, True)
-    assert judge(program, checks.Check(mode)) == ("right", "")
-    method = getattr(jaxmpi.IndexMap, name)
-    patched = lambda rows, x: wrong(lambda x: method(rows, x), rows.sizes[0], x)  # noqa: E731
-    monkeypatch.setattr(jaxmpi.IndexMap, name, patched)
-    verdict, why = judge(program, checks.Check(mode))
-    assert verdict == "wrong"
-    assert "got [" in why
-
-
-def _with_rows(change):
-    """`migrate` whose rows are changed."""
-    migrate = jaxmpi.migrate
-
-    def wrong(x, *args, **more):
-        moved, count, received = migrate(x, *args, **more)
-        return change(moved, count), count, received
-
-    return wrong
-
-
-def _of_blocks(change):
-    redistribute = jaxmpi.redistribute
-    return lambda x, *args, **more: change(redistribute(x, *args, **more))
-
-
-WRONG_MOVES = {
-    "rows in another order": ("migrate", "value", lambda: _with_rows(lambda y, n: jnp.roll(y[::-1], n))),
-    "no derivative of rows": ("migrate", "vjp", lambda: _with_rows(lambda y, n: jax.lax.stop_gradient(y))),
-    "a block that is turned": ("redistribute", "value", lambda: _of_blocks(lambda y: y[::-1])),
-    "half a tangent": ("redistribute", "jvp", lambda: _of_blocks(lambda y: y / 2 + jax.lax.stop_gradient(y / 2))),
-}
-
-
-@pytest.mark.parametrize("fault", at_night(WRONG_MOVES))
-def test_wrong_moves_are_noticed(fault, judge, size, monkeypatch):
-    name, mode, wrong = WRONG_MOVES[fault]
     some = tuple(2 if rank < size - 1 else 3 for rank in range(size))
-    division = programs.Division((some,), (some[::-1],))
-    comm = programs.Comm(name, 0, root=3 if size == 1 else 2, peer=1, division=division)  # two rows for some rank
+    more = {"map": all_rows(size), "division": programs.Division((some,), (some[::-1],))}
+    comm = programs.Comm(name, 0, root=3 if size == 1 else 2, peer=1, **more)  # two rows for some rank
     program = programs.Program(0, size, programs.Body((comm,), programs.INPUTS), True, True)
     assert judge(program, checks.Check(mode)) == ("right", "")
-    monkeypatch.setattr(jaxmpi, name, wrong())
+    owner, attribute = (jaxmpi.IndexMap, name[6:]) if name in programs.OF_MAPS else (jaxmpi, name)
+    right = getattr(owner, attribute)
+
+    def changed(*args, **more):
+        y = right(*args, **more)
+        if name == "migrate":
+            return wrong(y[0], args[0], y[1]), *y[1:]
+        return wrong(y, args[1], args[0].sizes[0]) if name in programs.OF_MAPS else wrong(y, args[0], None)
+
+    monkeypatch.setattr(owner, attribute, changed)
     verdict, why = judge(program, checks.Check(mode))
     assert verdict == "wrong"
     assert "got [" in why

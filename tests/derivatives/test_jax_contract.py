@@ -5,9 +5,7 @@ JAX is changed in this process, as a newer version might be, and put back. Nothi
 
 import contextlib
 import inspect
-import os
-import subprocess
-import sys
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,8 @@ from mpi4py import MPI
 from jaxmpi import _contract, notoken
 from jaxmpi._derivatives import higher_order, hooks
 from jaxmpi._jax import internals
-from support.rows import each, rows
+from support.launch import launch
+from support.rows import row_by_row
 
 pytestmark = pytest.mark.alone
 needs_derivatives = pytest.mark.skipif(not internals.KEEPS_EFFECTS, reason="no derivatives with this JAX")
@@ -43,8 +42,8 @@ def name_of(hook):
     return f"{hook[0].__name__.rpartition('.')[2]}.{hook[1]}"
 
 
-of_hooks = rows("hooks", HOOKS, name_of)
-of_functions = rows("hooks", FUNCTIONS, name_of)
+of_hooks = row_by_row("hook", HOOKS, name_of)
+of_functions = row_by_row("hook", FUNCTIONS, name_of)
 
 
 def broken():
@@ -114,84 +113,69 @@ def assert_refused(comm, names=("grad-of-jit",)):
 
 
 @of_functions
-def test_function_that_is_missing(hooks, changed):
+def test_function_that_is_missing(hook, changed):
     """In the class and in those it inherits from: then it has, if anything, a method that every object has."""
-
-    def check(hook):
-        owner, name, parameters, instead = hook
-        with changed() as patch:
-            for x in [x for x in getattr(owner, "__mro__", [owner]) if x is not object and name in vars(x)]:
-                patch.delattr(x, name)
-            with pytest.raises(ImportError, match=f"there is no .*{name} in JAX|{name} of JAX .* takes") as error:
-                internals.replace(owner, name, parameters, instead)
-            assert TRIED in str(error.value)
-            assert name not in vars(owner)
-
-    each(hooks, check, name_of)
+    owner, name, parameters, instead = hook
+    with changed() as patch:
+        for x in [x for x in getattr(owner, "__mro__", [owner]) if x is not object and name in vars(x)]:
+            patch.delattr(x, name)
+        with pytest.raises(ImportError, match=f"there is no .*{name} in JAX|{name} of JAX .* takes") as error:
+            internals.replace(owner, name, parameters, instead)
+        assert TRIED in str(error.value)
+        assert name not in vars(owner)
 
 
 @needs_derivatives
 @of_hooks
-def test_method_that_is_only_inherited(hooks, changed, myself):
-    def check(hook):
-        owner, name, parameters, instead = hook
-        call = getattr(owner, name)
-        if not inspect.isclass(owner) or any(vars(x).get(name) is call.jaxmpi_own for x in owner.__mro__[1:]):
-            return  # not a method of its own
-        with changed() as patch:
-            patch.setattr(owner, name, call)  # which is put back, whatever comes
-            delattr(owner, name)
-            try:
-                internals.replace(owner, name, parameters, instead)
-            except ImportError:
-                return
-            if name == "process_call":  # what communicates is not passed on to JAX's own
-                assert broken() is None
-                return
-            for how in ("jvp", "grad-of-jit"):
-                with pytest.raises(NotImplementedError):  # of ours, or of JAX, which says that it must be overridden
-                    DERIVATIVES[how](sending(myself), 2.0)
-
-    each(hooks, check, name_of)
+def test_method_that_is_only_inherited(hook, changed, myself):
+    owner, name, parameters, instead = hook
+    call = getattr(owner, name)
+    if not inspect.isclass(owner) or any(vars(x).get(name) is call.jaxmpi_own for x in owner.__mro__[1:]):
+        return  # not a method of its own
+    with changed() as patch:
+        patch.setattr(owner, name, call)  # which is put back, whatever comes
+        delattr(owner, name)
+        try:
+            internals.replace(owner, name, parameters, instead)
+        except ImportError:
+            return
+        if name == "process_call":  # what communicates is not passed on to JAX's own
+            assert broken() is None
+            return
+        for how in ("jvp", "grad-of-jit"):
+            with pytest.raises(NotImplementedError):  # of ours, or of JAX, which says that it must be overridden
+                DERIVATIVES[how](sending(myself), 2.0)
 
 
-@of_hooks
-def test_function_that_takes_something_else(hooks, changed):
-    def check(row):
-        (owner, name, parameters, instead), kind = row
-        names = list(inspect.signature(getattr(owner, name)).parameters)
-        others = {"more": [*names, "novel"], "fewer": names[:-1], "renamed": [*names[:-1], "novel"]}[kind]
-        if " ".join(others) in parameters.split(" or "):
-            return  # as in another version of JAX
-        scope = {}
-        exec(f"def other({', '.join(others)}): raise AssertionError", scope)
-        with changed() as patch:
-            patch.setattr(owner, name, scope["other"])
-            with pytest.raises(ImportError, match=f"{name} of JAX .* takes") as error:
-                internals.replace(owner, name, parameters, instead)
-            assert TRIED in str(error.value)
-            assert getattr(owner, name) is scope["other"]
-
-    kinds = [(hook, kind) for hook in hooks for kind in ("more", "fewer", "renamed")]
-    each(kinds, check, lambda row: f"{name_of(row[0])} {row[1]}")
+@row_by_row("row", itertools.product(HOOKS, ("more", "fewer", "renamed")), lambda row: f"{name_of(row[0])} {row[1]}")
+def test_function_that_takes_something_else(row, changed):
+    (owner, name, parameters, instead), kind = row
+    names = list(inspect.signature(getattr(owner, name)).parameters)
+    others = {"more": [*names, "novel"], "fewer": names[:-1], "renamed": [*names[:-1], "novel"]}[kind]
+    if " ".join(others) in parameters.split(" or "):
+        return  # as in another version of JAX
+    scope = {}
+    exec(f"def other({', '.join(others)}): raise AssertionError", scope)
+    with changed() as patch:
+        patch.setattr(owner, name, scope["other"])
+        with pytest.raises(ImportError, match=f"{name} of JAX .* takes") as error:
+            internals.replace(owner, name, parameters, instead)
+        assert TRIED in str(error.value)
+        assert getattr(owner, name) is scope["other"]
 
 
 @of_functions
-def test_package_that_is_imported_once_more(hooks, changed):
+def test_package_that_is_imported_once_more(hook, changed):
     """The function of JAX is replaced anew, not what stands in its place."""
-
-    def check(hook):
-        owner, name, parameters, instead = hook
-        before = getattr(owner, name)
-        if not hasattr(before, "jaxmpi_own"):
-            return  # not replaced with this JAX
-        with changed() as patch:
-            patch.setattr(owner, name, before)
-            internals.replace(owner, name, parameters, instead)
-            assert getattr(owner, name) is not before
-            assert getattr(owner, name).jaxmpi_own is before.jaxmpi_own
-
-    each(hooks, check, name_of)
+    owner, name, parameters, instead = hook
+    before = getattr(owner, name)
+    if not hasattr(before, "jaxmpi_own"):
+        return  # not replaced with this JAX
+    with changed() as patch:
+        patch.setattr(owner, name, before)
+        internals.replace(owner, name, parameters, instead)
+        assert getattr(owner, name) is not before
+        assert getattr(owner, name).jaxmpi_own is before.jaxmpi_own
 
 
 def test_numbers_of_versions():
@@ -203,26 +187,18 @@ def test_numbers_of_versions():
 @pytest.mark.nightly
 @pytest.mark.parametrize(("version", "count"), [("99.0.1", 1), (internals.NEWEST_TRIED, 0)])
 def test_newer_version_is_one_warning(version, count):
-    code = (
-        "import warnings, jax\n"
-        f"jax.__version__ = {version!r}\n"
-        "with warnings.catch_warnings(record=True) as given:\n"
-        "    warnings.simplefilter('always')\n"
-        "    import jaxmpi\n"
-        "    import jaxmpi.notoken\n"
-        "for warning in given:\n"
-        "    if 'jaxmpi was tried' in str(warning.message):\n"
-        "        print(warning.category.__name__, warning.message)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=60, check=True
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == count, done.stdout
-    for line in lines:
-        assert line.startswith(
-            f"RuntimeWarning jaxmpi was tried on JAX up to {internals.NEWEST_TRIED}, this is {version}"
-        )
+    code = f"""if True:
+        import warnings, jax
+        jax.__version__ = {version!r}
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            import jaxmpi, jaxmpi.notoken
+        for warning in given: print(warning.category.__name__, warning.message)
+    """
+    told = launch(0, "-c", code).stdout
+    assert told.count("jaxmpi was tried") == count
+    expected = f"RuntimeWarning jaxmpi was tried on JAX up to {internals.NEWEST_TRIED}, this is {version}"
+    assert (expected in told) == bool(count)
 
 
 # --- before the first derivative -------------------------------------------------------------------------------------
@@ -236,15 +212,12 @@ def test_this_version_of_jax_keeps_to_all(changed):
 
 @needs_derivatives
 @of_hooks
-def test_function_that_is_not_called(hooks, changed, myself):
-    def check(hook):
-        owner, name, *_ = hook
-        with changed() as patch:
-            patch.setattr(owner, name, getattr(owner, name).jaxmpi_own)
-            assert_refused(myself)
-            assert "expected" in _contract._state.broken
-
-    each(hooks, check, name_of)
+def test_function_that_is_not_called(hook, changed, myself):
+    owner, name, *_ = hook
+    with changed() as patch:
+        patch.setattr(owner, name, getattr(owner, name).jaxmpi_own)
+        assert_refused(myself)
+        assert "expected" in _contract._state.broken
 
 
 @needs_derivatives
@@ -256,50 +229,41 @@ def test_abstract_evaluation_that_is_not_called(changed, myself):
 
 
 @needs_derivatives
-@rows("names", RULES)
-def test_rule_that_is_not_called(names, changed, myself):
-    def check(name):
-        table, primitive = RULES[name]
-        with changed() as patch:
-            patch.setitem(table, primitive, table[primitive].jaxmpi_own)
-            if table is partial_eval.dce_rules and internals.numbers(jax.__version__) >= (0, 12):
-                assert broken() is None  # there JAX keeps such checkpoints by itself
-            else:
-                assert_refused(myself)
-
-    each(names, check)
-
-
-@needs_derivatives
-@rows("names", REPORTS)
-def test_primitive_that_does_not_say_that_it_communicates(names, changed, myself):
-    def check(name):
-        primitive = REPORTS[name]
-        with changed() as patch:
-            patch.setattr(primitive, "abstract_eval", primitive.abstract_eval.jaxmpi_own)
+@row_by_row("name", RULES)
+def test_rule_that_is_not_called(name, changed, myself):
+    table, primitive = RULES[name]
+    with changed() as patch:
+        patch.setitem(table, primitive, table[primitive].jaxmpi_own)
+        if table is partial_eval.dce_rules and internals.numbers(jax.__version__) >= (0, 12):
+            assert broken() is None  # there JAX keeps such checkpoints by itself
+        else:
             assert_refused(myself)
 
-    each(names, check)
+
+@needs_derivatives
+@row_by_row("name", REPORTS)
+def test_primitive_that_does_not_say_that_it_communicates(name, changed, myself):
+    primitive = REPORTS[name]
+    with changed() as patch:
+        patch.setattr(primitive, "abstract_eval", primitive.abstract_eval.jaxmpi_own)
+        assert_refused(myself)
 
 
 @needs_derivatives
-@rows("assumptions", _contract.ASSUMPTIONS, lambda assumption: assumption.what)
-def test_each_assumption_counts(assumptions, changed, myself):
+@row_by_row("assumption", _contract.ASSUMPTIONS, lambda assumption: assumption.what)
+def test_each_assumption_counts(assumption, changed, myself):
     def fails():
         raise TypeError("something of JAX has changed")
 
-    def check(assumption):
-        assert assumption.expected
-        for computation in (fails, lambda: jax.make_jaxpr(lambda x: x)(1.0)):
-            other = _contract.Assumption(assumption.what, computation, assumption.expected)
-            with changed() as patch:
-                patch.setattr(_contract, "ASSUMPTIONS", [other])
-                with pytest.raises(NotImplementedError) as error:
-                    jax.grad(sending(myself))(2.0)
-                assert assumption.what in str(error.value)
-                assert TRIED in str(error.value)
-
-    each(assumptions, check, lambda assumption: assumption.what)
+    assert assumption.expected
+    for computation in (fails, lambda: jax.make_jaxpr(lambda x: x)(1.0)):
+        other = _contract.Assumption(assumption.what, computation, assumption.expected)
+        with changed() as patch:
+            patch.setattr(_contract, "ASSUMPTIONS", [other])
+            with pytest.raises(NotImplementedError) as error:
+                jax.grad(sending(myself))(2.0)
+            assert assumption.what in str(error.value)
+            assert TRIED in str(error.value)
 
 
 @needs_derivatives
@@ -346,17 +310,14 @@ FIRST = {
 
 
 @needs_derivatives
-@rows("names", FIRST)
-def test_checked_once_and_in_whatever(names, changed, myself):
-    def check(name):
-        with changed() as patch:
-            calls = counted(patch)
-            for times in range(2):
-                assert FIRST[name](lambda x: of_square(x, myself), jnp.array(3.0)) == 6, times
-                assert _contract._state == _contract.State(_contract.Progress.TESTED)
-                assert len(calls) == 1
-
-    each(names, check)
+@row_by_row("name", FIRST)
+def test_checked_once_and_in_whatever(name, changed, myself):
+    with changed() as patch:
+        calls = counted(patch)
+        for times in range(2):
+            assert FIRST[name](lambda x: of_square(x, myself), jnp.array(3.0)) == 6, times
+            assert _contract._state == _contract.State(_contract.Progress.TESTED)
+            assert len(calls) == 1
 
 
 def test_what_does_not_communicate_is_still_left_out():

@@ -7,7 +7,6 @@ import pytest
 from mpi4py import MPI
 
 from jaxmpi import notoken
-from support.derivatives import needs_new_jax
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX
 
@@ -107,19 +106,6 @@ def test_unknown_way_back(rank):
         jax.grad(lambda x: jnp.sum(notoken.sendrecv(x, x, MPI.ANY_SOURCE, rank)))(jnp.ones(3))
 
 
-def test_scatter_with_a_template_that_depends_on_nothing(rank, size):
-    """The documented way: a template made from what is differentiated, so that each rank takes part in the way back."""
-
-    def loss(x):
-        template = x[0] if rank == 0 else 0 * x[0]
-        part = notoken.scatter(x if rank == 0 else template, 0)
-        return jnp.sum(notoken.allreduce(part * (1.0 + rank), MPI.SUM))
-
-    gradient = jax.jit(jax.grad(loss))(jnp.ones((size, 3)))
-    expected = np.repeat(1.0 + np.arange(size)[:, None], 3, axis=1) if rank == 0 else np.zeros((size, 3))
-    np.testing.assert_array_equal(gradient, expected)
-
-
 def test_python_numbers_and_mixed_dtypes(rank, size):
     """Derivatives at Python numbers; a template of integers has no derivative, whatever is sent."""
     value, tangent = jax.jvp(lambda p: notoken.allreduce(p, MPI.SUM), (3.0,), (1.0,))
@@ -131,17 +117,11 @@ def test_python_numbers_and_mixed_dtypes(rank, size):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("what", ["operation", pytest.param("JAX's print", marks=needs_new_jax)])
-def test_search_for_leaked_tracers(what, size):
+def test_search_for_leaked_tracers(size):
     """JAX's search finds its own list of ordered effects where it divides a scan, with or without us: docs say so."""
 
     def scanned(x):
-        def step(carry, _):
-            if what == "operation":
-                return jnp.sin(notoken.allreduce(carry, MPI.SUM)), None
-            jax.debug.print("{}", carry, ordered=True)
-            return jnp.sin(carry * size), None
-
+        step = lambda carry, _: (jnp.sin(notoken.allreduce(carry, MPI.SUM)), None)  # noqa: E731
         return jax.lax.scan(step, x, None, length=3)[0]
 
     x = np.float32(0.3)

@@ -15,7 +15,7 @@ from jaxmpi._bench import data, operations, options, report, timing
 from jaxmpi._bench.operations import OPERATIONS, Case
 from jaxmpi._operations import table
 from support.launch import launch
-from support.rows import each, rows
+from support.rows import each, row_by_row, rows
 from support.table import CASES, UFUNCS
 
 SHORT = ("--rounds", "2", "-n", "3", "-w", "1")
@@ -62,6 +62,7 @@ def test_all_operations(run, rank, size, how, tmp_path):
     if rank > 0:
         return
     assert len(rows_of(out)) == len(names)
+    assert f"{size} ranks on 1 host" in out or size == 1
     written = json.loads((tmp_path / "figures.json").read_text())
     assert (written["ranks"], written["how"], written["dtype"], written["device"]) == (size, how, "float32", "cpu")
     assert [row["operation"] for row in written["rows"]] == names
@@ -81,16 +82,13 @@ def test_all_operations(run, rank, size, how, tmp_path):
 DTYPES = ("bfloat16 sum", "complex64 sum", "bool max", "float8_e8m0fnu moved")
 
 
-@rows("cases", DTYPES)
-def test_dtypes(cases, run, rank):
-    def check(row):
-        dtype, op = row.split()
-        words = ["alltoall"] if op == "moved" else ["scan", "--op", op]
-        code, out, _ = run(*words, "--dtype", dtype, "--bytes", 4096, *SHORT)
-        assert code == 0
-        assert rank > 0 or [row[-1] for row in rows_of(out, dtype)] == ["0"]
-
-    each(cases, check)
+@row_by_row("case", DTYPES)
+def test_dtypes(case, run, rank):
+    dtype, op = case.split()
+    words = ["alltoall"] if op == "moved" else ["scan", "--op", op]
+    code, out, _ = run(*words, "--dtype", dtype, "--bytes", 4096, *SHORT)
+    assert code == 0
+    assert rank > 0 or [row[-1] for row in rows_of(out, dtype)] == ["0"]
 
 
 def _adds(case, x, right):
@@ -110,20 +108,17 @@ MISTAKES = [
 ]
 
 
-@rows("cases", MISTAKES, ids=lambda row: f"{row[0]}-{row[2]}")
-def test_mistakes_are_found(cases, run, rank, monkeypatch):
-    def check(row):
-        name, mistake, how = row
-        right = OPERATIONS[name]
-        wrong = dataclasses.replace(right, call=lambda case, x: mistake(case, x, right.call))
-        with monkeypatch.context() as patch:
-            patch.setitem(operations.OPERATIONS, name, wrong)
-            code, out, _ = run(name, "--bytes", 1600, "--how", how, *SHORT)
-        assert code == 1
-        assert rank > 0 or int(rows_of(out)[0][-1]) > 0
-        assert rank > 0 or "WRONG DATA" in out
-
-    each(cases, check, lambda row: f"{row[0]}-{row[2]}")
+@row_by_row("case", MISTAKES, lambda row: f"{row[0]}-{row[2]}")
+def test_mistakes_are_found(case, run, rank, monkeypatch):
+    name, mistake, how = case
+    right = OPERATIONS[name]
+    wrong = dataclasses.replace(right, call=lambda case, x: mistake(case, x, right.call))
+    with monkeypatch.context() as patch:
+        patch.setitem(operations.OPERATIONS, name, wrong)
+        code, out, _ = run(name, "--bytes", 1600, "--how", how, *SHORT)
+    assert code == 1
+    assert rank > 0 or int(rows_of(out)[0][-1]) > 0
+    assert rank > 0 or "WRONG DATA" in out
 
 
 def test_no_check_no_mistakes(run, rank, monkeypatch):
@@ -179,30 +174,26 @@ def test_witness(cases):
 
 
 @pytest.mark.alone
-@rows(
-    "cases", itertools.product(("sum", "prod", "max", "min"), ("float32", "int8", "float16", "bfloat16", "complex64"))
+@row_by_row(
+    "case", itertools.product(("sum", "prod", "max", "min"), ("float32", "int8", "float16", "bfloat16", "complex64"))
 )
-def test_reductions_are_exact(cases):
+def test_reductions_are_exact(case):
     """In any order, and in the dtype itself; all ranks count."""
-
-    def check(row):
-        op, dtype = row
-        if dtype == "complex64" and op in ("max", "min"):
-            return  # complex numbers have no order
-        ufunc = UFUNCS[op.upper()]
-        each_rank = [witness("allreduce", rank, 5, 300, dtype, op) for rank in range(5)]
-        xs = [its.operand(1) for its in each_rank]
-        assert len({x.tobytes() for x in xs}) == 5
-        for order in (xs, xs[::-1]):
-            total = order[0]
-            for x in order[1:]:
-                total = ufunc(total, x)
-            assert each_rank[2].wrong(total.astype(xs[0].dtype), 1, 1) == (0, 300)
-        for less in range(5):
-            total = ufunc.reduce([x for rank, x in enumerate(xs) if rank != less]).astype(xs[0].dtype)
-            assert each_rank[2].wrong(total, 1, 1)[0] > 0
-
-    each(cases, check)
+    op, dtype = case
+    if dtype == "complex64" and op in ("max", "min"):
+        return  # complex numbers have no order
+    ufunc = UFUNCS[op.upper()]
+    each_rank = [witness("allreduce", rank, 5, 300, dtype, op) for rank in range(5)]
+    xs = [its.operand(1) for its in each_rank]
+    assert len({x.tobytes() for x in xs}) == 5
+    for order in (xs, xs[::-1]):
+        total = order[0]
+        for x in order[1:]:
+            total = ufunc(total, x)
+        assert each_rank[2].wrong(total.astype(xs[0].dtype), 1, 1) == (0, 300)
+    for less in range(5):
+        total = ufunc.reduce([x for rank, x in enumerate(xs) if rank != less]).astype(xs[0].dtype)
+        assert each_rank[2].wrong(total, 1, 1)[0] > 0
 
 
 # --- the figures -----------------------------------------------------------------------------------------------------
@@ -296,7 +287,11 @@ def test_sizes():
     assert {text: options.size(text) for text in sizes} == sizes
 
 
-def test_rounding_is_said(run, rank, size):
+def test_notes(run, rank, size):
+    """Of sizes that are rounded, and of what is measured otherwise than by other tools."""
+    code, out, _ = run("osu_bw" if size > 1 else "bcast", "--bytes", 8, *SHORT)
+    assert code == 0
+    assert rank > 0 or size == 1 or "\nosu_bw: OSU's sends do not block" in out
     code, out, _ = run("alltoall", "-b", 1, "-e", 10, "-f", 10, "--dtype", "int16", *SHORT)
     assert code == 0
     if rank == 0:
@@ -323,6 +318,7 @@ def test_list(run, rank):
 
 
 BAD = [
+    (["osu_latency"], "osu_latency needs 2 ranks"),
     (["alreduce"], "no operation 'alreduce': did you mean allreduce?"),
     (["alltoallw_perf"], "no operation 'alltoallw_perf'"),
     (["--bytes", "8", "bcast"], "'bcast' is no size"),
@@ -346,21 +342,17 @@ BAD = [
 
 
 @pytest.mark.alone
-@rows("cases", BAD, ids=lambda row: " ".join(row[0]))
-def test_bad_arguments(cases, run):
+@row_by_row("case", BAD, lambda row: " ".join(row[0]))
+def test_bad_arguments(case, run):
     """Told once, before anything is measured."""
-
-    def check(row):
-        arguments, told = row
-        if "gpu" in arguments and bench.jax.default_backend() != "cpu":
-            return
-        code, out, error = run(*arguments)
-        assert code == 2
-        assert out == ""
-        assert error.count(told) == 1
-        assert "Traceback" not in error
-
-    each(cases, check, lambda row: " ".join(row[0]))
+    arguments, told = case
+    if "gpu" in arguments and bench.jax.default_backend() != "cpu":
+        return
+    code, out, error = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert error.count(told) == 1
+    assert "Traceback" not in error
 
 
 @pytest.mark.ranks(2)
@@ -377,13 +369,6 @@ def test_ranks_that_differ(run, rank):
 
 
 @pytest.mark.alone
-def test_needs_two_ranks(run):
-    code, _, error = run("osu_latency")
-    assert code == 2
-    assert "osu_latency needs 2 ranks" in error
-
-
-@pytest.mark.alone
 def test_what_cannot_be_exact():
     with pytest.raises(ValueError, match="the sum over 300 ranks of numbers that differ is not exact in bfloat16"):
         data.Numbers.of(np.dtype(jnp.bfloat16), "sum", 300)
@@ -393,48 +378,8 @@ def test_what_cannot_be_exact():
 # --- as users start it -----------------------------------------------------------------------------------------------
 
 
-WRONG = """
-import dataclasses, runpy, sys
-from jaxmpi._bench import operations
-row = operations.OPERATIONS["sendrecv"]
-operations.OPERATIONS["sendrecv"] = dataclasses.replace(row, call=lambda case, x: x)
-sys.argv[1:] = "osu_allreduce osu_bw sendrecv --bytes 8 400 --rounds 3 -n 5".split()
-runpy.run_module("jaxmpi.bench", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.nightly
-def test_as_a_program(tmp_path):
-    """Its tables, and its exit code where one operation has wrong data."""
-    path = tmp_path / "program.py"
-    path.write_text(WRONG)
-    done = launch(2, path, check=False)
-    assert done.returncode == 1
-    assert "\nallreduce (osu_allreduce): bytes of the array\n" in done.stdout
-    assert "\nosu_bw: OSU's sends do not block" in done.stdout
-    assert "2 ranks on 1 host" in done.stdout
-    assert [row[0] for row in rows_of(done.stdout)] == ["8", "400"] * 3
-    *right, _, wrong = (int(row[-1]) for row in rows_of(done.stdout))
-    assert right == [0] * 4
-    assert wrong > 500  # of 100 elements on each of two ranks, in three rounds
-    assert done.stdout.count("WRONG DATA") == 1
-
-
 @pytest.mark.nightly
 @pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.parametrize("plain", [False, True])
-def test_exit_code_of_bad_arguments(plain):
-    done = launch(2, "-m", "jaxmpi.bench", "bcasst", check=False, plain=plain)
-    assert done.returncode == 2
-    assert (done.stdout + done.stderr).count("no operation 'bcasst': did you mean bcast?") == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.alone
-@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_interrupt(ranks):
     """Said in one line. Open MPI's launcher ends its ranks without a word, with an exit code of its own."""

@@ -38,16 +38,18 @@ def stand_in(monkeypatch):
         _install._installed.pop(name, None)
 
 
-def example_input(size):
-    return jnp.arange(2.0 * size)
-
-
-def example_expected(rank, size):
-    """Value and gradient of the worked example: scatter from 0, the last rank doubles, sum over the ranks."""
+def check_example(scatter, allreduce, rank, size, whole=False):
+    """Value and gradient of the worked example: scatter from 0, the last rank doubles, sum over the ranks. The `whole`
+    array is passed on all ranks, or a part where it is not read."""
     n = 2 * size
-    gradient = np.ones(n)
-    gradient[-2:] = 2
-    return n * (n - 1) / 2 + 2 * n - 3, gradient if rank == 0 else np.zeros(n)
+
+    def loss(x):
+        part, *token = scatter(x if whole else x.reshape(size, 2) if rank == 0 else x[:2])
+        return allreduce(part * 2 if rank == size - 1 else part, *token).sum()
+
+    value, gradient = jax.value_and_grad(loss)(jnp.arange(2.0 * size))
+    assert value == n * (n - 1) / 2 + 2 * n - 3
+    np.testing.assert_array_equal(gradient, [*[1.0] * (n - 2), 2, 2] if rank == 0 else np.zeros(n))
 
 
 # --- mpi4jax --------------------------------------------------------------------------------------------------------
@@ -55,8 +57,7 @@ def example_expected(rank, size):
 
 def test_mpi4jax(stand_in, comm, rank, size):
     mpi4jax = stand_in("mpi4jax")
-    x = jnp.arange(3.0) + rank
-    total = size * np.arange(3.0) + size * (size - 1) / 2
+    x, total = jnp.arange(3.0) + rank, size * np.arange(3.0) + size * (size - 1) / 2
     np.testing.assert_array_equal(mpi4jax.allreduce(x, op=MPI.SUM, comm=comm), total)
     np.testing.assert_array_equal(jax.jit(lambda x: mpi4jax.allreduce(x, MPI.SUM))(x), total)
     assert mpi4jax.barrier(comm=comm) is None
@@ -69,16 +70,7 @@ def test_mpi4jax(stand_in, comm, rank, size):
     assert mpi4jax.has_sycl_support() is False
     assert mpi4jax.__version__.startswith("0.9")
     assert importlib.util.find_spec("mpi4jax") is not None
-
-    def loss(x):
-        part = mpi4jax.scatter(x.reshape(size, 2) if rank == 0 else x[:2], 0, comm=comm)
-        part = part * 2 if rank == size - 1 else part
-        return mpi4jax.allreduce(part, op=MPI.SUM).sum()
-
-    value, gradient = jax.value_and_grad(loss)(example_input(size))
-    expected_value, expected_gradient = example_expected(rank, size)
-    assert value == expected_value
-    np.testing.assert_array_equal(gradient, expected_gradient)
+    check_example(lambda x: [mpi4jax.scatter(x, 0, comm=comm)], lambda x: mpi4jax.allreduce(x, op=MPI.SUM), rank, size)
 
 
 def test_mpi4jax_errors(stand_in, comm, rank):
@@ -105,8 +97,7 @@ def test_mpi4jax_errors(stand_in, comm, rank):
 
 def test_mpi4jax_with_tokens(stand_in, comm, rank, size):
     mpi4jax = stand_in("mpi4jax-token")
-    x = jnp.arange(3.0) + rank
-    total = size * np.arange(3.0) + size * (size - 1) / 2
+    x, total = jnp.arange(3.0) + rank, size * np.arange(3.0) + size * (size - 1) / 2
     token = mpi4jax.barrier()
 
     @jax.jit
@@ -131,16 +122,8 @@ def test_mpi4jax_with_tokens(stand_in, comm, rank, size):
     assert mpi4jax.notoken.allreduce is notoken.allreduce
 
     np.testing.assert_array_equal(auto_tokenize(lambda x: notoken.allreduce(x, MPI.SUM))(x), total)
-
-    def loss(x):
-        part, token = mpi4jax.scatter(x.reshape(size, 2) if rank == 0 else x[:2], 0, comm=comm)
-        part = part * 2 if rank == size - 1 else part
-        return mpi4jax.allreduce(part, op=MPI.SUM, token=token)[0].sum()
-
-    value, gradient = jax.value_and_grad(loss)(example_input(size))
-    expected_value, expected_gradient = example_expected(rank, size)
-    assert value == expected_value
-    np.testing.assert_array_equal(gradient, expected_gradient)
+    sum_with = lambda x, token: mpi4jax.allreduce(x, op=MPI.SUM, token=token)[0]  # noqa: E731
+    check_example(lambda x: mpi4jax.scatter(x, 0, comm=comm), sum_with, rank, size)
 
 
 def test_static_communicator(stand_in, comm, size):
@@ -356,16 +339,8 @@ def test_gradients_of_jpi(stand_in, comm, rank, size):
     )
     np.testing.assert_array_equal(gradient(lambda x, t: jpi.gather(x, t, 0, comm)[0] * weights), np.full(3, rank + 1.0))
     np.testing.assert_array_equal(gradient(lambda x, t: jpi.allreduce(x, t, MPI.SUM)[0] * 3), np.full(3, 3.0))
-
-    def loss(x):
-        part, token = jpi.scatter(x, jpi.gen_token(), 0, comm)
-        part = part * 2 if rank == size - 1 else part
-        return jpi.allreduce(part, token, MPI.SUM)[0].sum()
-
-    value, of_x = jax.value_and_grad(loss)(example_input(size))
-    expected_value, expected_gradient = example_expected(rank, size)
-    assert value == expected_value
-    np.testing.assert_array_equal(of_x, expected_gradient)
+    sum_with = lambda x, token: jpi.allreduce(x, token, MPI.SUM)[0]  # noqa: E731
+    check_example(lambda x: jpi.scatter(x, jpi.gen_token(), 0, comm), sum_with, rank, size, whole=True)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="needs JAX 0.7")
@@ -390,35 +365,10 @@ def program(tmp_path):
     return tmp_path / "program.py"
 
 
-DEEP = {
-    "solver/__init__.py": "",
-    "solver/physics/__init__.py": "from .sums import total\n",
-    "solver/physics/sums.py": "from mpi4py import MPI\nfrom mpi4jax import allreduce\n\n"
-    "def total(x):\n    return allreduce(x, op=MPI.SUM)\n",
-    "solver/__main__.py": "import jax.numpy as jnp\nfrom solver.physics import total\n"
-    "print('total', float(total(jnp.float32(2))))\n",
-}
-
-
 @pytest.mark.alone
-@pytest.mark.sampled
 @pytest.mark.nightly
 @pytest.mark.seconds(200)
-def test_program_that_imports_deep_inside(tmp_path, monkeypatch):
-    for name, text in DEEP.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.chdir(tmp_path)
-    done = launch(2, "--as", "mpi4jax", "-m", "solver")
-    assert done.stdout.count("total 4.0") == 2
-
-
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.nightly
-@pytest.mark.seconds(200)
-def test_program_that_sets_up_mpi4py_first(program):
+def test_module_that_sets_up_mpi4py_first(program, monkeypatch):
     program.write_text(
         "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\nfrom mpi4py import MPI\n"
         "import jax.numpy as jnp\nfrom jpi import allreduce, gen_token\nimport mpi4jax, mpi4jax.experimental\n"
@@ -426,12 +376,12 @@ def test_program_that_sets_up_mpi4py_first(program):
         "y, token = allreduce(jnp.ones(2), gen_token(), MPI.SUM)\n"
         "z, token = mpi4jax.allreduce(y, MPI.SUM, token=token)\nprint('sum', float(z.sum()))\n"
     )
-    done = launch(1, "--as", "jpi", "--as", "mpi4jax-token", program)
+    monkeypatch.chdir(program.parent)
+    done = launch(1, "--as", "jpi", "--as", "mpi4jax-token", "-m", "program")
     assert done.stdout == "sum 2.0\n"
 
 
 @pytest.mark.alone
-@pytest.mark.sampled
 @pytest.mark.seconds(200)
 def test_looking_before_importing(program):
     """Programs ask whether a package is there, import again after a failure, reload; __main__ stays theirs at exit.
@@ -479,7 +429,6 @@ def test_wrong_use(program, options, text, told):
 
 
 @pytest.mark.alone
-@pytest.mark.sampled
 @pytest.mark.seconds(200)
 def test_programs_for_the_other_api(program):
     """Refused before anything runs."""

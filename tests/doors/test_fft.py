@@ -18,7 +18,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import fft
 from support import drawing
-from support.rows import each, rows
+from support.rows import each, row_by_row, rows
 from support.table import NEW_JAX
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
@@ -295,21 +295,6 @@ def test_axes_that_are_not_padded(cases, size):
     each(cases, check)
 
 
-def test_in_scan(comm, rank, size):
-    grid = jaxmpi.Grid((1, size), (4, 6))
-    transform = fft.Transform(grid, real=True)
-    damping = 1 / (1 + sum(k**2 for k in transform.wavenumbers()))
-
-    @jaxmpi.jit
-    def smoothed(x):
-        return jax.lax.scan(lambda x, _: (transform.backward(damping * transform.forward(x)), None), x, None, 3)[0]
-
-    whole = np.random.default_rng(5).standard_normal((4, 6))
-    square = np.fft.fftfreq(4, 1 / 4)[:, None] ** 2 + np.fft.rfftfreq(6, 1 / 6) ** 2
-    right = np.fft.irfftn(np.fft.rfftn(whole) / (1 + square) ** 3, s=(4, 6), axes=(0, 1))
-    np.testing.assert_allclose(smoothed(jnp.asarray(whole[grid.slices])), right[grid.slices], atol=1e-12)
-
-
 def _wave(row):
     name, norm, type = row
     return name, norm, type, None if type == 2 else 0
@@ -395,64 +380,52 @@ BAD = [
     (lambda g, x: fft.idstn(x[:-1], g), ValueError, "^idstn: x has shape"),
     (lambda g, x: fft.Transform((2, 2)), TypeError, "grid must be a jaxmpi.Grid"),
     (lambda g, x: fft.Transform(jaxmpi.Grid(g.processes)), ValueError, "needs the shape"),
-    (lambda g, x: fft.Transform(g, axes=(0, 0)), ValueError, "each of them once"),
     (lambda g, x: fft.Transform(g, axes=(0, -2)), ValueError, "each of them once"),
     (lambda g, x: fft.Transform(g, axes=()), ValueError, "each of them once"),
-    (lambda g, x: fft.Transform(g, axes=2), ValueError, "no axis 2"),
+    (lambda g, x: fft.Transform(g, axes=2), ValueError, "^Transform: there is no axis 2"),
     (lambda g, x: fft.Transform(g, norm="other"), ValueError, "norm is 'other'"),
     (lambda g, x: fft.Transform(g, pad=0.5), ValueError, "pad is 0.5"),
     (lambda g, x: fft.Transform(g, pad=(1, 1, 1)), ValueError, "one for each of 2 axes"),
-    (lambda g, x: fft.Transform(g).wavenumbers((1,)), ValueError, "one for each of 2 axes"),
+    (lambda g, x: fft.Transform(g).wavenumbers((1, 2, 3)), ValueError, "^Transform.wavenumbers: lengths is .* one for"),
     (lambda g, x: fft.Transform(g).wavenumbers(0), ValueError, "lengths is 0: pass a positive number"),
     (lambda g, x: fft.Transform(g).wavenumbers((1, "a")), ValueError, "lengths is .1, 'a'.: pass a positive number"),
     (lambda g, x: fft.Transform(g).wavenumbers(np.nan), ValueError, "lengths is nan: pass a positive number"),
     (lambda g, x: jax.jit(fft.Transform(g).wavenumbers)(1.0), ValueError, "that is not traced"),
     (lambda g, x: fft.Transform(g, real="no"), TypeError, "real must be True or False"),
     (lambda g, x: fft.Transform(g, natural=None), TypeError, "natural must be True or False"),
-    (
-        lambda g, x: fft.Transform(jaxmpi.Grid(g.processes, (4, 0))),
-        ValueError,
-        "an axis without cells has no transform",
-    ),
+    (lambda g, x: fft.Transform(jaxmpi.Grid(g.processes, (4, 0))), ValueError, "an axis without cells has no"),
     (lambda g, x: fft.Transform(g).forward(x[:, :-1]), ValueError, "must end with"),
     (lambda g, x: fft.Transform(g, pad=2).forward(x), ValueError, "must end with"),
     (lambda g, x: fft.Transform(g).forward(x[0]), ValueError, "must end with"),
     (lambda g, x: fft.Transform(g, real=True).forward(1j * x), TypeError, "a transform of real arrays"),
-    (lambda g, x: fft.rfftn(1j * x, g), TypeError, "a transform of real arrays"),
     (lambda g, x: fft.fftn("text", g), TypeError, "must hold JAX arrays"),
     (lambda g, x: fft.rfftn(x.astype("bfloat16"), g), TypeError, "bfloat16, which has no Fourier transform"),
     (lambda g, x: fft.fftn(x.astype("float16"), g), TypeError, "convert it first"),
-    (lambda g, x: fft.Transform(g, pad=1e9), ValueError, "^Transform: pad is 1000000000.0: .* do not fit in"),
     (lambda g, x: fft.Transform(g, 1, pad=1e12), ValueError, "^Transform: pad is 1000000000000.0: .* do not fit in"),
     (lambda g, x: fft.Transform(g, pad=(1, 1.7e308)), ValueError, "^Transform: pad is .* do not fit in"),
     (lambda g, x: fft.Transform(g, pad=10**400), ValueError, "^Transform: pad is .* do not fit in"),
     (lambda g, x: fft.Transform(g, pad=True), ValueError, "^Transform: pad is True: pass a number from 1 on"),
-    (lambda g, x: fft.Transform(g, axes=True), TypeError, "^Transform: axes must be"),
     (lambda g, x: fft.Transform(g, axes=(0, 1.0)), TypeError, "^Transform: axes must be"),
-    (lambda g, x: fft.Transform(g, axes=2), ValueError, "^Transform: there is no axis 2"),
-    (lambda g, x: fft.Transform(g).wavenumbers((1, 2, 3)), ValueError, "^Transform.wavenumbers: lengths is"),
+    (lambda g, x: fft.Transform(g, axes=True), TypeError, "^Transform: axes must be"),
     (lambda g, x: fft.Transform(g).forward("text"), TypeError, "^Transform.forward: x must"),
     (lambda g, x: fft.Transform(g).backward("text"), TypeError, "^Transform.backward: y must"),
     (lambda g, x: fft.fftn(x, 3), TypeError, "^fftn: grid must be a"),
     (lambda g, x: fft.ifftn(x, g, norm="no"), ValueError, "^ifftn: norm is 'no'"),
     (lambda g, x: fft.rfftn(x, jaxmpi.Grid(g.processes)), ValueError, "^rfftn: it needs the shape"),
-    (lambda g, x: fft.irfftn(x, g, axes=(0, 0)), ValueError, "^irfftn: axes is"),
+    (lambda g, x: fft.irfftn(x, g, axes=(0, 0)), ValueError, "^irfftn: axes is .* each of them once"),
     (lambda g, x: fft.rfftn(x + 0j, g), TypeError, "^rfftn: x has dtype .* or use fftn"),
     (lambda g, x: fft.irfftn(x[:-1], g), ValueError, "^irfftn: x has shape"),
 ]
 
 
 @pytest.mark.alone
-@rows("cases", BAD, ids=lambda row: row[2])
-def test_bad_calls(cases, comm, size):
+@row_by_row("case", BAD, lambda row: row[2])
+def test_bad_calls(case, comm, size):
     grid = jaxmpi.Grid((size, 1), (4, 6))
 
-    def check(row):
-        call, error, words = row
-        with pytest.raises(error, match=words):
-            call(grid, jnp.ones(grid.local_shape))
-
-    each(cases, check, lambda row: row[2])
+    call, error, words = case
+    with pytest.raises(error, match=words):
+        call(grid, jnp.ones(grid.local_shape))
 
 
 @pytest.mark.ranks(2)

@@ -1,6 +1,7 @@
 """The timeline of a job: JAXMPI_TRACE, and what `python -m jaxmpi.trace` makes of it."""
 
 import calendar
+import contextlib
 import gzip
 import io
 import json
@@ -39,7 +40,7 @@ RANDOM = """
 import random
 half = world.Split(rank % 2)
 half.Set_name("half")
-draw = random.Random({seed})
+draw = random.Random(1)
 def right(x): return notoken.sendrecv(x, x, source=(rank - 1) % size, dest=(rank + 1) % size, sendtag=3)
 def reversed_order(x):
     if rank == 0: notoken.send(x, size - 1, tag=5)
@@ -53,7 +54,7 @@ def in_flight(x):
 def started(x):
     total, root = notoken.iallreduce(x, MPI.SUM), notoken.ibcast(x, size - 1)
     return notoken.wait(root) + notoken.wait(total) / size
-KINDS = {{
+KINDS = {
     "in flight": in_flight,
     "started": started,
     "start grad": lambda x: jax.grad(lambda x: notoken.wait(notoken.ibcast(x, 0)).sum())(x),
@@ -64,7 +65,7 @@ KINDS = {{
     "right": right,
     "message": reversed_order,
     "grad": lambda x: jax.grad(lambda x: notoken.bcast(x, 0).sum())(x),
-}}
+}
 for _ in range(60):
     kind, way, times = draw.choice(sorted(KINDS)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
     f = KINDS[kind]
@@ -86,34 +87,37 @@ def run_traced(tmp_path, ranks, program, **options):
     return folder, done
 
 
-def expected(seed, ranks):
-    """How often each rank executes each operation of RANDOM, by the same draws; (per rank), and the messages."""
-    draw = random.Random(seed)
-    counts, messages = [Counter() for _ in range(ranks)], Counter()
-    kinds = {"allreduce", "half", "bcast", "alltoall", "right", "message", "grad", "in flight", "started", "start grad"}
+def report_of(folder, *options, **more):
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+
+
+def started(*names):
+    return {label: 1 for name in names for label in (name, f"wait for {name}")}
+
+
+EXECUTED = {
+    **{name: {name: 1} for name in ("allreduce", "bcast", "alltoall")},
+    "half": {"allreduce": 1},
+    "right": {"sendrecv": 1},
+    "message": {},
+    "grad": {"bcast": 1, "reduce of cotangents": 1},
+    "in flight": {label: 2 * count for label, count in started("isend", "irecv").items()},
+    "started": started("iallreduce", "ibcast"),
+    "start grad": started("ibcast", "ibcast of cotangents"),
+}
+"""What each rank executes in a kind of RANDOM; in a message only its two ends do."""
+
+
+def expected(ranks):
+    """How often each rank executes each operation of RANDOM, by the same draws, and the messages between ranks."""
+    draw, counts, messages = random.Random(1), [Counter() for _ in range(ranks)], Counter()
     for _ in range(60):
-        kind, _, times = draw.choice(sorted(kinds)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
+        kind, _, times = draw.choice(sorted(EXECUTED)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
         for rank in range(ranks):
-            if kind in ("allreduce", "bcast", "alltoall"):
-                counts[rank][kind] += times
-            elif kind == "half":
-                counts[rank]["allreduce"] += times
-            elif kind == "right":
-                counts[rank]["sendrecv"] += times
-                messages[rank, (rank + 1) % ranks] += times
-            elif kind == "grad":
-                counts[rank]["bcast"] += times
-                counts[rank]["reduce of cotangents"] += times
-            elif kind == "in flight":
-                messages[rank, (rank + 1) % ranks] += 2 * times
-                for name in ("isend", "irecv", "wait for isend", "wait for irecv"):
-                    counts[rank][name] += 2 * times
-            elif kind == "started":
-                for name in ("iallreduce", "ibcast"):
-                    counts[rank].update({name: times, f"wait for {name}": times})
-            elif kind == "start grad":
-                for name in ("ibcast", "ibcast of cotangents"):
-                    counts[rank].update({name: times, f"wait for {name}": times})
+            counts[rank].update({label: times * count for label, count in EXECUTED[kind].items()})
+            if kind in ("right", "in flight"):
+                messages[rank, (rank + 1) % ranks] += times * (2 if kind == "in flight" else 1)
         if kind == "message":
             counts[0]["send"] += times
             counts[ranks - 1]["recv"] += times
@@ -121,15 +125,14 @@ def expected(seed, ranks):
     return counts, messages
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_random_programs_are_in_it(seed, tmp_path):
+def test_random_programs_are_in_it(tmp_path):
     """Each operation on each rank, and who talks to whom."""
-    folder, _ = run_traced(tmp_path, 3, RANDOM.format(seed=seed))
+    folder, _ = run_traced(tmp_path, 3, RANDOM)
     told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     lists = [fact["args"]["ranks"] for facts in told for fact in facts if "ranks" in fact["args"]]
     assert [sorted(ranks for ranks in lists if len(ranks) > 1)] == [[[0, 2]]]  # once, not once for each of its ranks
     ranks = files.read(folder)
-    counts, messages = expected(seed, 3)
+    counts, messages = expected(3)
     assert [Counter(event.label for event in rank.events) for rank in ranks] == counts
     assert all(rank.lost == 0 for rank in ranks)
     matched = matching.match(ranks)
@@ -182,8 +185,7 @@ def test_waiting_is_for_whom_one_waits(tmp_path):
     assert caused[1, 0] / 1e6 > 0.3  # rank 1 for rank 0, in recv
     received = next(event for event in ranks[1].events if event.name == "recv")
     assert 0.3 <= received.waited / 1e6 <= received.seconds
-    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    told = report_of(folder).stdout
     assert re.search(r"allreduce +4 .*program.py:10 \(<lambda>\)\n", told)
     assert re.search(r"\n +0 -> 1 +1 +24 B", told)
     assert "Note" not in told
@@ -193,67 +195,7 @@ def test_waiting_is_for_whom_one_waits(tmp_path):
     if "No pictures" not in told:
         assert (folder / "timeline.png").stat().st_size > 5000
         assert (folder / "messages.png").stat().st_size > 5000
-    again = subprocess.run([*command, "--no-pictures"], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "timeline.png" not in again
-
-
-STARTS = """
-import jaxmpi
-@jax.jit
-def start(x):
-    return notoken.iallreduce(x, MPI.SUM), notoken.ibcast(x, 1), notoken.isend(x, 1 - rank), notoken.irecv(x, 1 - rank)
-@jax.jit
-def finish(requests):
-    return [notoken.wait(request) for request in requests]
-grid = jaxmpi.Grid((size,), (6 * size,), periodic=True)
-g, h = jax.jit(lambda u: grid.start(u)), jax.jit(lambda q: grid.finish(q))
-def whole(): jax.block_until_ready([finish(start(x)), h(g(jnp.ones(8)))])
-whole(); world.Barrier()
-notoken.barrier(); jax.effects_barrier()
-if rank == 1: time.sleep(0.3)
-whole(); world.Barrier()
-if rank == 0:
-    requests = jax.block_until_ready(start(x)); time.sleep(0.3)  # it is in flight, and waits for nobody
-if rank == 1:
-    time.sleep(0.2)
-    requests = jax.block_until_ready(start(x))
-jax.block_until_ready(finish(requests))
-"""
-
-
-@pytest.mark.nightly
-def test_waiting_is_where_one_waits(tmp_path):
-    """Of what has been started: in its wait, for the rank that has not started yet; never in the start."""
-    folder, _ = run_traced(tmp_path, 2, STARTS)
-    ranks = files.read(folder)
-    matched = matching.match(ranks)
-    assert matched.unmatched == 0
-    clocks.align(ranks, matched)
-    caused = matching.add_waiting(matched)
-    for rank in ranks:
-        for event in rank.events:
-            if event.name in files.WAITS:
-                assert event.other_end.other_end is event
-                assert event.other_end.end <= event.begin
-            elif event.name != "barrier":
-                assert event.waited < 1e5, event
-    after = next(event.end for event in ranks[0].events if event.name == "barrier")
-    waits = [event for event in ranks[0].events if event.name == "wait" and event.begin > after]
-    assert [event.label.split()[-1] for event in waits] == ["iallreduce", "ibcast", "isend", "irecv"] * 2
-    assert 2e5 < waits[0].waited <= waits[0].end - waits[0].begin  # for rank 1, which sleeps; the others are done then
-    assert all(event.waited < 1e5 for event in waits[4:])  # all had come when rank 0 began to wait
-    assert caused[0, 1] > 2e5
-    assert {event.nbytes for event in waits} == {24}
-    assert all(message.on_the_way is None for message in matched.messages)
-    pictured = pictures._in_flight(ranks[0].events, [waits[4].begin - 1e5, waits[4].begin])
-    assert pictured == pytest.approx([1])
-    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert re.search(r"wait for iallreduce +3 .*program.py:\d+ \(", told)
-    assert re.search(r"\n +Grid.finish +2 ", told)
-    assert re.search(r"\n +0 -> 1 +3 +72 B .* - +-\n", told)
-    merged = json.loads((folder / "timeline.json").read_text())
-    assert sum(event["name"] == "in flight" for event in merged) == 2 * 2 * (3 * 4 + 2)
+    assert "timeline.png" not in report_of(folder, "--no-pictures").stdout
 
 
 PROFILED = """
@@ -272,29 +214,6 @@ def test_profiler_of_jax_names_operations(tmp_path):
         names = {event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
         for operation in ("allreduce", "sendrecv"):
             assert any(name.startswith(f"jaxmpi_{operation}") for name in names), names
-
-
-LINES = """
-right = jax.jit(lambda: notoken.allreduce(jnp.zeros(8), MPI.SUM))  # line of 8
-single = jax.jit(lambda: notoken.allreduce(x[:4], MPI.SUM))  # line of 4
-trees = jax.jit(lambda: notoken.allreduce([x[:4], x[:3], x[:2]], MPI.SUM))  # line of 9
-for f in (right, single, trees): jax.block_until_ready(f())
-notoken.allreduce([x[:4], x[:1]], MPI.SUM)  # line of 5
-notoken.bcast((x[:4], x[:3]), 0)  # line of 7
-"""
-
-
-@pytest.mark.nightly
-def test_lines_of_trees(tmp_path):
-    """Of those whose leaves are one operation, the lines are known by the size of all together."""
-    folder, _ = run_traced(tmp_path, 2, LINES)
-    lines = (tmp_path / "program.py").read_text().splitlines()
-    for rank in files.read(folder):
-        assert len(rank.events) == 5
-        for event in rank.events:
-            number = 1 + next(i for i, line in enumerate(lines) if f"line of {event.arguments['count']}" in line)
-            assert f"program.py:{number} (" in event.arguments["line"]
-            assert " or " not in event.arguments["line"]
 
 
 KILLED = """
@@ -321,43 +240,18 @@ def test_killed_job_has_a_timeline(tmp_path):
     assert "rank 1 was killed" in notes
 
 
-SUBPROCESS = """
-import subprocess
-notoken.barrier()
-code = "import jaxmpi; from jaxmpi import notoken; notoken.barrier(); notoken.barrier()"
-subprocess.run([sys.executable, "-c", code], check=True)
-if os.fork() == 0: sys.exit(0)
-os.wait()
-"""
+BAD = [
+    ("JAXMPI_TRACE", "/dev/null/folder", "no timeline can be written there"),
+    ("JAXMPI_TRACE_MEGABYTES", "many", "it is a whole number from 1 to 1000000000000"),
+    ("JAXMPI_TRACE_MEGABYTES", f"{10**14}", "it is a whole number from 1 to 10"),
+]
 
 
-@pytest.mark.nightly
-def test_other_processes_leave_it_alone(tmp_path):
-    folder, _ = run_traced(tmp_path, 2, SUBPROCESS)
-    assert [[event.name for event in rank.events] for rank in files.read(folder)] == [["barrier"]] * 2
-
-
-@pytest.mark.parametrize(
-    ("variable", "told"),
-    [
-        ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
-        (
-            {"JAXMPI_TRACE_MEGABYTES": "many"},
-            "JAXMPI_TRACE_MEGABYTES=many: it is a whole number from 1 to 1000000000000",
-        ),
-        (
-            {"JAXMPI_TRACE_MEGABYTES": f"{10**14}"},
-            f"JAXMPI_TRACE_MEGABYTES={10**14}: it is a whole number from 1 to 10",
-        ),
-    ],
-    ids=["folder", "limit", "size"],
-)
-def test_bad_settings(variable, told, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text("import jaxmpi")
-    done = launch(0, path, check=False, **{"JAXMPI_TRACE": str(tmp_path), **variable})
+@pytest.mark.parametrize(("name", "value", "told"), BAD, ids=["folder", "limit", "size"])
+def test_bad_settings(name, value, told, tmp_path):
+    done = launch(0, "-c", "import jaxmpi", check=False, **{"JAXMPI_TRACE": str(tmp_path), name: value})
     assert done.returncode != 0
-    assert told in done.stderr
+    assert f"{name}={value}: {told}" in done.stderr
 
 
 @pytest.mark.parametrize("fault", ["is open to all", "belongs to another user"])
@@ -373,10 +267,8 @@ def test_trace_folders_that_are_not_safe(fault, tmp_path):
         os.chown(folder, 1234, 1234)
     else:
         pytest.skip("another user's folder needs root")
-    path = tmp_path / "program.py"
-    path.write_text("import jaxmpi")
     begin = time.monotonic()
-    done = launch(2, path, check=False, JAXMPI_TRACE=str(folder))
+    done = launch(2, "-c", "import jaxmpi", check=False, JAXMPI_TRACE=str(folder))
     told = f"no timeline can be written there: {told}"
     errors_page.note(f"a trace folder {fault}", told, time.monotonic() - begin)
     assert done.returncode != 0
@@ -392,7 +284,6 @@ def test_folder_under_an_umask_of_0(tmp_path):
     assert len(list((tmp_path / "new").iterdir())) == 1
 
 
-@pytest.mark.alone
 def test_bad_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(trace.signal, "signal", lambda *_: None)
     for number, content in enumerate(({}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"})):
@@ -402,11 +293,6 @@ def test_bad_folders(tmp_path, monkeypatch):
             (folder / name).write_text(text)
         with pytest.raises(SystemExit, match=r"^jaxmpi\.trace: "):
             trace.main([str(folder)])
-
-
-def report_of(folder, *options, **more):
-    command = [sys.executable, "-m", "jaxmpi.trace", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
 
 
 BARRIERS = "for _ in range({}): notoken.barrier()"
@@ -451,6 +337,12 @@ def test_jobs_in_one_folder(tmp_path):
 
 ROWS = """
 import jaxmpi
+right = jax.jit(lambda: notoken.allreduce(jnp.zeros(8), MPI.SUM))  # line of 8
+single = jax.jit(lambda: notoken.allreduce(x[:4], MPI.SUM))  # line of 4
+trees = jax.jit(lambda: notoken.allreduce([x[:4], x[:3], x[:2]], MPI.SUM))  # line of 9
+for f in (right, single, trees): jax.block_until_ready(f())
+notoken.allreduce([x[:4], x[:1]], MPI.SUM)  # line of 5
+notoken.bcast((x[:4], x[:3]), 0)  # line of 7
 rows = jaxmpi.IndexMap(range(3 * rank, 3 * rank + 3), [(3 * rank - 1) % (3 * size)])
 u = jnp.ones(4, jnp.float32)
 jaxmpi.jit(lambda u: rows.accumulate(rows.exchange({"a": u, "b": u})))(u)
@@ -463,10 +355,13 @@ jax.block_until_ready(notoken.wait(jaxmpi.iredistribute(jnp.ones((1, size)), *gr
 
 
 def test_rows_and_grids_are_named_as_users_know_them(tmp_path):
-    """Exchanges by index and their derivatives, rows that move, redistributions: their names, sizes, lines."""
+    """Exchanges by index and their derivatives, rows that move, redistributions: their names, sizes, lines. Where the
+    leaves of a tree are one operation, the lines are known by the size of all together."""
     folder, _ = run_traced(tmp_path, 2, ROWS)
     ranks = files.read(folder)
+    lines = (tmp_path / "program.py").read_text().splitlines()
     expected = {
+        "allreduce": 4, "bcast": 1,
         "IndexMap.exchange": 1, "IndexMap.accumulate": 2, "IndexMap.accumulate of cotangents": 1, "IndexMap.start": 1,
         "wait for IndexMap.start": 1, "IndexMap.start of cotangents": 1, "wait for IndexMap.start of cotangents": 1,
         "wait": 1,  # for nothing: the cotangent of what the exchange leaves as it is
@@ -475,13 +370,15 @@ def test_rows_and_grids_are_named_as_users_know_them(tmp_path):
     for rank in ranks:
         assert Counter(event.label for event in rank.events) == expected
         assert all("program.py:" in event.arguments["line"] for event in rank.events), rank.events
+        for event in (event for event in rank.events if event.label in ("allreduce", "bcast")):
+            number = 1 + next(i for i, line in enumerate(lines) if f"line of {event.arguments['count']}" in line)
+            assert f"program.py:{number} (" in event.arguments["line"]
+            assert " or " not in event.arguments["line"]
         exchanged = next(event for event in rank.events if event.label == "IndexMap.exchange")
         assert exchanged.nbytes == 24  # a label and a row of either array, with 8 bytes for each
     matched = matching.match(ranks)
     assert matched.unmatched == 0
-    told = subprocess.run(
-        [sys.executable, "-m", "jaxmpi.trace", str(folder)], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    told = report_of(folder).stdout
     for name in ("IndexMap.exchange", "IndexMap.accumulate", "counts of migrate", "migrate", "redistribute"):
         assert re.search(rf"\n +{name} +[12] ", told), told
 
@@ -510,34 +407,13 @@ def test_spawned_processes_are_a_job(tmp_path):
     assert sorted(len(rank.events) for job in ranks for rank in job) == [1, 2]
 
 
-ABSENT = """
-import os, sys
-from mpi4py import MPI
-if MPI.COMM_WORLD.rank < 2:
-    import warnings; warnings.simplefilter("ignore")
-    from jaxmpi import notoken
-    comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl([0, 1]))
-    notoken.barrier(comm=comm)
-    import jax; jax.effects_barrier()
-    MPI.COMM_WORLD.send(0, 2) if MPI.COMM_WORLD.rank == 0 else None
-else:
-    MPI.COMM_WORLD.recv()
-sys.stdout.flush(); MPI.COMM_WORLD.Abort(3)
-"""
-
-
-@pytest.mark.nightly
-def test_job_of_which_a_rank_never_comes(tmp_path):
-    """Its ranks do not agree, but have been launched together."""
-    path = tmp_path / "program.py"
-    path.write_text(ABSENT)
-    launch(3, path, check=False, JAXMPI_TRACE=str(tmp_path))
-    (job,) = files.jobs(tmp_path)
-    assert (job.size, list(job.paths)) == (3, [0, 1])
-
-
-LONG_NAMES = r"""
-name = "/long \"name\" \\ \n é/" + "a" * {} + ".py"
+ALONE = r"""
+import subprocess
+code = "import jaxmpi; from jaxmpi import notoken; notoken.barrier(); notoken.barrier()"
+subprocess.run([sys.executable, "-c", code], check=True)
+if os.fork() == 0: sys.exit(0)
+os.wait()
+name = "/long \"name\" \\ \n é/" + "a" * 3000 + ".py"
 half = world.Dup()
 half.Set_name('half "\n\\')
 exec(compile("def f(x): return notoken.allreduce(x, MPI.SUM, comm=half)", name, "exec"))
@@ -545,8 +421,9 @@ f(x); jax.jit(f)(x).block_until_ready()
 """
 
 
-def test_long_names(tmp_path):
-    folder, _ = run_traced(tmp_path, 1, LONG_NAMES.format(3000))
+def test_long_names_and_other_processes(tmp_path):
+    """Processes that a rank starts write nothing."""
+    folder, _ = run_traced(tmp_path, 1, ALONE)
     (path,) = folder.glob("*.json")
     json.loads(path.read_text())
     (rank,) = files.read(folder)
@@ -562,7 +439,6 @@ def no_space():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
-@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore")  # of JAX about the fork of subprocess
 @pytest.mark.parametrize("way", ["full", "a folder is there", "no folder"])
 def test_table_without_files(way, tmp_path):
@@ -584,7 +460,6 @@ def test_table_without_files(way, tmp_path):
     assert way == "a folder is there" or (tmp_path / "timeline.json").read_text() == "old"
 
 
-@pytest.mark.alone
 def test_files_are_written_elsewhere(tmp_path):
     """And not through a link that someone has put there."""
     make_file(tmp_path / "trace", 0, 1)
@@ -619,35 +494,29 @@ def make_file(folder, rank, size, job="j", launched="l", realtime=0, facts=(), n
     path.write_text("[\n" + ",\n".join(written) + "\n]\n")
 
 
-@pytest.mark.alone
 def test_ranks_that_do_not_know_their_job(tmp_path):
-    """Some are told later, some are known by those that were launched with them."""
+    """Some are told later, some are known by those that were launched with them. What one launch has started as two
+    jobs tells a rank nothing: it is in neither."""
     make_file(tmp_path, 0, 3, job="x")
     make_file(tmp_path, 1, 3, job=None, launched="elsewhere", facts=[("jaxmpi_job", "M", {"job": "x"})])
     make_file(tmp_path, 2, 3, job=None)
-    make_file(tmp_path, 0, 2, job=None, launched="k", name="other0")
-    make_file(tmp_path, 1, 2, job=None, launched="k", name="other1")
-    make_file(tmp_path, 0, 2, job=None, launched="m", name="third1")
-    make_file(tmp_path, 1, 2, job=None, launched="m", name="third0")
+    for launched, name, ranks in (("k", "other", (0, 1)), ("m", "third", (1, 0))):
+        for rank in (0, 1):
+            make_file(tmp_path, rank, 2, job=None, launched=launched, name=f"{name}{ranks[rank]}")
+    for job in ("first", "second"):
+        make_file(tmp_path, 0, 2, job=job, launched="n")
+    make_file(tmp_path, 1, 2, job=None, launched="n", name="neither")
     assert [(job.name, job.size, list(job.paths)) for job in files.jobs(tmp_path)] == [
+        ("first", 2, [0]),
+        ("neither", 2, [1]),
         ("other0", 2, [0, 1]),
+        ("second", 2, [0]),
         ("third0", 2, [0, 1]),
         ("x", 3, [0, 1, 2]),
     ]
     assert matching.match(files.read(tmp_path, "x")).unmatched == 0
 
 
-@pytest.mark.alone
-def test_rank_of_one_of_two_jobs(tmp_path):
-    """That does not know which: what has started both is the same. It is in neither."""
-    for job in ("first", "second"):
-        make_file(tmp_path, 0, 2, job=job)
-    make_file(tmp_path, 1, 2, job=None)
-    found = [(job.name, list(job.paths)) for job in files.jobs(tmp_path)]
-    assert found == [("first", [0]), ("own1", [1]), ("second", [0])]
-
-
-@pytest.mark.alone
 def test_jobs_of_one_second_have_other_names():
     begin = int(time.time())
     made = [timeline.new_job() for _ in range(1000)]
@@ -657,7 +526,6 @@ def test_jobs_of_one_second_have_other_names():
     assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", name) for name in names)
 
 
-@pytest.mark.alone
 def test_names_of_jobs_have_the_time_in_utc(monkeypatch):
     """In all zones of time: ranks on other machines, and those who look for a file, need not know this one's."""
     try:
@@ -670,24 +538,18 @@ def test_names_of_jobs_have_the_time_in_utc(monkeypatch):
     assert name == "20261231-235959-0123abcd"
 
 
-@pytest.mark.alone
-def test_rank_that_is_late(tmp_path):
-    """Of those that know their job it may begin when it wants."""
-    for rank, realtime in ((0, 0), (1, 1e9)):
-        make_file(tmp_path, rank, 2, realtime=realtime)
-    assert [rank.rank for rank in files.read(tmp_path)] == [0, 1]
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("other", [{"rank": 0}, {"size": 3}, {"realtime": 1e9}], ids=str)
+@pytest.mark.parametrize("other", [{}, {"rank": 0}, {"size": 3}, {"realtime": 1e9}], ids=str)
 def test_jobs_are_not_mixed(other, tmp_path):
+    """Of those that know their job a rank may begin when it wants."""
+    make_file(tmp_path / "known", 0, 2)
+    make_file(tmp_path / "known", 1, 2, realtime=1e9)
+    assert [rank.rank for rank in files.read(tmp_path / "known")] == [0, 1]
     make_file(tmp_path, 0, 2, job=None, name="first")
     make_file(tmp_path, **{"rank": 1, "size": 2, "job": None, "name": "second", **other})
-    with pytest.raises(ValueError, match="cannot be told apart"):
+    with pytest.raises(ValueError, match="cannot be told apart") if other else contextlib.nullcontext():
         files.read(tmp_path)
 
 
-@pytest.mark.alone
 def test_ranks_of_communicators_are_listed_once(tmp_path):
     """Where the file that lists them is missing nothing is known of who waited, and what is missing is said."""
     comm = {"number": 1, "name": "half", "members": "h"}
@@ -702,7 +564,6 @@ def test_ranks_of_communicators_are_listed_once(tmp_path):
     assert matching.match(files.read(tmp_path)).unmatched == 1
 
 
-@pytest.mark.alone
 def test_communicators_of_one_name(tmp_path):
     """They are told apart by their order, of those with the same ranks. Two threads may tell one, and one may get
     another name later, which has been its name from the beginning for all others."""
@@ -712,14 +573,8 @@ def test_communicators_of_one_name(tmp_path):
     facts = [("jaxmpi_communicator", "M", one | more) for one, more in zip(named, with_members, strict=True)]
     make_file(tmp_path, 0, 1, facts=facts)
     (rank,) = files.read(tmp_path)
-    assert {number: comm.key for number, comm in rank.communicators.items()} == {
-        1: ("d", "", 0),
-        2: ("c", "", 0),
-        3: ("c", "", 1),
-        4: ("c", "", 2),
-        5: ("c", "h", 0),
-        6: ("c", "", 3),
-    }
+    keys = [("d", "", 0), ("c", "", 0), ("c", "", 1), ("c", "", 2), ("c", "h", 0), ("c", "", 3)]
+    assert {number: comm.key for number, comm in rank.communicators.items()} == dict(enumerate(keys, 1))
 
 
 TRACKS = [
@@ -730,7 +585,6 @@ TRACKS = [
 ]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("lost", [0, 1])
 def test_beginnings_and_ends_of_several_threads(lost, tmp_path):
     """What has no end was going on when the process ended, or its end is one of the lines that were left out."""
@@ -750,7 +604,6 @@ def test_beginnings_and_ends_of_several_threads(lost, tmp_path):
     assert rank.events == sorted(rank.events, key=lambda event: event.begin)
 
 
-@pytest.mark.alone
 def test_lines_that_cannot_be_read_are_told(tmp_path):
     make_file(tmp_path, 0, 1)
     path = tmp_path / "j.00000.json"
@@ -775,7 +628,6 @@ def damaged(lines):
                     yield [*lines[:number], {**line, "args": other} if place else other, *lines[number + 1 :]]
 
 
-@pytest.mark.alone
 def test_damaged_timelines(tmp_path):
     """Each is read, or is an error that names the file."""
     members = {"number": 2, "name": "half", "members": "h", "ranks": [1, 0]}
@@ -805,7 +657,6 @@ def test_damaged_timelines(tmp_path):
     assert all(str(path) in error or "choose one by --job" in error for error in refused)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("where", ['"host": "', '"line": "', '"program": ["'])
 def test_no_name_changes_the_terminal(where, tmp_path):
     told_by_error = "program" in where
@@ -819,7 +670,6 @@ def test_no_name_changes_the_terminal(where, tmp_path):
     assert done.returncode == told_by_error
 
 
-@pytest.mark.alone
 def test_a_job_of_many_ranks(tmp_path):
     """Takes no memory for those of which there is nothing."""
     make_file(tmp_path, 5, 1 << 24)
@@ -832,16 +682,19 @@ def test_a_job_of_many_ranks(tmp_path):
 # --- clocks, on timelines that are made up ---------------------------------------------------------------------------
 
 
-def made_up(seed, shift, drift):
+def ranks_of(size, *machines):
+    """Ranks without events, on these machines, who have one communicator."""
+    made = [files.Rank(rank, size, machines[rank], machines[rank], 0.0, 0.0, lost=0) for rank in range(size)]
+    for rank in made:
+        rank.communicators[1] = files.Communicator("", tuple(range(size)))
+    return made
+
+
+def made_up(shift, drift):
     """Four ranks on two machines, whose second clock is `shift` microseconds ahead and runs faster by `drift`; the true
     times of their events."""
-    draw = random.Random(seed)
-    ranks, truth = [], {}
-    for rank in range(4):
-        machine = f"m{rank // 2}"
-        made = files.Rank(rank, 4, machine, machine, 0.0, 0.0, lost=0)
-        made.communicators[1] = files.Communicator("", (0, 1, 2, 3))
-        ranks.append(made)
+    draw = random.Random(3)
+    ranks, truth = ranks_of(4, "m0", "m0", "m1", "m1"), {}
     free = [0.0] * 4
 
     def add(rank, name, begin, end, **arguments):
@@ -867,9 +720,8 @@ def made_up(seed, shift, drift):
 
 
 @pytest.mark.parametrize(("shift", "drift"), [(0.0, 0.0), (3e9, 0.0), (-7e8, 2e-7)])
-@pytest.mark.alone
 def test_clocks_of_machines(shift, drift):
-    ranks, truth = made_up(3, shift, drift)
+    ranks, truth = made_up(shift, drift)
     matched = matching.match(ranks)
     assert matched.unmatched == 0
     uncertainty = clocks.align(ranks, matched)
@@ -881,13 +733,10 @@ def test_clocks_of_machines(shift, drift):
     assert re.search(r"the clocks of different machines were compared to [\d.]+ us, by their operations", notes)
 
 
-@pytest.mark.alone
 def test_who_sends_and_goes_on_does_not_wait():
     """A message that is on its way when its receiver comes late; and one whose sender is held up until then."""
     for end, waited in ((3.0, 0.0), (902.0, 900.0)):
-        ranks = [files.Rank(rank, 2, "m", "m", 0.0, 0.0, lost=0) for rank in (0, 1)]
-        for rank in ranks:
-            rank.communicators[1] = files.Communicator("", (0, 1))
+        ranks = ranks_of(2, "m", "m")
         ranks[0].events.append(files.Event(0, 1, "send", 0.0, end, {"comm": 1, "dest": 1, "tag": 0, "sent": 4}))
         received = {"comm": 1, "source": 0, "tag": 0, "received": 4, "from": 0, "from_tag": 0}
         ranks[1].events.append(files.Event(1, 1, "recv", 900.0, 903.0, received))
@@ -899,18 +748,16 @@ def test_who_sends_and_goes_on_does_not_wait():
         assert caused.get((0, 1), 0.0) == waited
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("order", [(7, 8), (8, 7)], ids=["in order", "reversed"])
 def test_messages_are_in_the_order_of_starts(order):
-    """Not in that of the waits. And who sends by isend is held up in its wait, if anywhere."""
-    ranks = [files.Rank(rank, 2, "m", "m", 0.0, 0.0, lost=0) for rank in (0, 1)]
+    """Not in that of the waits. Who sends by isend is held up in its wait, if anywhere, and in between it is in flight.
+    A receive that has come when its rank begins to wait has waited for nobody."""
+    ranks = ranks_of(2, "m", "m")
 
     def add(rank, name, begin, end, request, **more):
         event = files.Event(rank, 1, name, begin, end, {"comm": 1, "request": request, **more})
         ranks[rank].events.append(event)
 
-    for rank in ranks:
-        rank.communicators[1] = files.Communicator("", (0, 1))
     for i, request in enumerate((1, 2)):
         add(0, "isend", 10.0 * i, 10.0 * i + 1, request, dest=1, tag=0, sent=4 + i)
         add(1, "irecv", 100.0 + i, 100.5 + i, request + 6, source=0, tag=0, received=4 + i)
@@ -928,11 +775,15 @@ def test_messages_are_in_the_order_of_starts(order):
     caused = matching.add_waiting(matched)
     assert caused == {(0, 1): 80.0, (1, 0): 0.0}
     assert [event.waited for event in ranks[0].events if event.name == "wait"] == [80.0, 0.0]
+    assert all(event.waited == 0 for event in ranks[1].events)
+    assert all(message.on_the_way is None for message in matched.messages)
+    assert pictures._in_flight(ranks[0].events, [0.0, 1.0, 20.0]) == pytest.approx([0, 1])
+    report.merge(merged := io.BytesIO(), ranks, matched)
+    assert merged.getvalue().count(b'"name": "in flight"') == 2 * 4
 
 
-@pytest.mark.alone
 def test_clocks_that_nothing_connects():
-    ranks, _ = made_up(3, 5e8, 0.0)
+    ranks, _ = made_up(5e8, 0.0)
     for rank in ranks:
         rank.events = [event for event in rank.events if event.name == "send"][:1]
         rank.realtime = 1e15

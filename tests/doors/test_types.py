@@ -70,13 +70,8 @@ def test_program(checker):
 def test_program_of_a_user(checker, tmp_path):
     """In a folder of its own, with the package as it is installed, editable or not: a wrong call is reported."""
     need(checker)
-    lines = [
-        "import jax.numpy as jnp",
-        "from jaxmpi import notoken",
-        "right = notoken.bcast(jnp.ones(3), 0)",
-        "wrong = notoken.bcast(jnp.ones(3))",
-    ]
-    (tmp_path / "program.py").write_text("\n".join(lines) + "\n")
+    calls = "right = notoken.bcast(jnp.ones(3), 0)\nwrong = notoken.bcast(jnp.ones(3))\n"
+    (tmp_path / "program.py").write_text("import jax.numpy as jnp\nfrom jaxmpi import notoken\n" + calls)
     assert [error[:2] for error in checker(tmp_path / "program.py")] == [("program.py", 4)]
 
 
@@ -85,20 +80,8 @@ def test_signatures():
     stub: dict[str, Any] = {}
     exec(Path(jaxmpi.__file__).with_name("_tokens.pyi").read_text(), stub)
     functions = [name for name in notoken.__all__ if not inspect.isclass(getattr(notoken, name))]
-    alone = {
-        "Grid",
-        "IndexMap",
-        "Token",
-        "compat",
-        "fft",
-        "io",
-        "iredistribute",
-        "jit",
-        "migrate",
-        "notoken",
-        "redistribute",
-    }
-    alone |= {"ProcessFailed", "Replica", "get_default", "lost", "process_failure", "recover"}
+    alone = {"Grid", "IndexMap", "ProcessFailed", "Replica", "Token", "compat", "fft", "get_default", "io"}
+    alone |= {"iredistribute", "jit", "lost", "migrate", "notoken", "process_failure", "recover", "redistribute"}
     alone |= {"set_default", "survive"}
     assert set(jaxmpi.__all__) - set(notoken.__all__) == alone
     assert all(hasattr(jaxmpi, name) for name in jaxmpi.__all__)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from fuzzing import vectors
-from fuzzing.programs import LENGTH, RETURNED, TAKING, Call, Comm, Local, Map, Wait
+from fuzzing.programs import LENGTH, OF_MAPS, RETURNED, TAKING, Call, Comm, Local, Map, Wait
 from jaxmpi import notoken
 
 
@@ -121,7 +121,8 @@ class Distributed:
 
     def communicate(self, comm, x):
         """The result of an operation, as vectors of floating-point numbers, one for each of `x`."""
-        return self._as_vectors(comm, getattr(self, f"_{comm.name}")(comm, self._as_sent(comm, x)))
+        y = getattr(self, f"_{comm.name}")(comm, self._as_sent(comm, x))
+        return self._as_vectors(comm, self._combined(comm, y))
 
     def _as_sent(self, comm, x):
         return jax.tree.map(vectors.to_integer, x) if self.rank in comm.integer_on else x
@@ -144,21 +145,30 @@ class Distributed:
     def _stack(self, x):
         return jax.tree.map(lambda leaf: jnp.stack([leaf * (j + 1) for j in range(self.size)]), x)
 
+    def _combined(self, comm, y):
+        """Vectors made of what an operation returns: of stacks, of rows, or of blocks."""
+        if comm.name in ("gather", "gatherv") and self.rank != comm.root:
+            return self._padded(y, LENGTH)
+        if comm.name in ("allgather", "alltoall", "gather", "neighbors"):
+            return jax.tree.map(vectors.combine, y)
+        if comm.name not in ("allgatherv", "alltoallv", "gatherv", "migrate", "redistribute", *OF_MAPS):
+            return y
+        return jax.tree.map(lambda leaf: vectors.combine_rows(leaf.ravel(), self.size), y)
+
     def _allgather(self, comm, x):
-        return jax.tree.map(vectors.combine, notoken.allgather(x))
+        return notoken.allgather(x)
 
     def _allreduce(self, comm, x):
-        return notoken.allreduce(x, getattr(MPI, comm.op))
+        return self._or_start(comm)(self._many(comm, x), getattr(MPI, comm.op))
 
     def _alltoall(self, comm, x):
-        return jax.tree.map(vectors.combine, notoken.alltoall(self._stack(x)))
+        return self._or_start(comm)(self._stack(self._many(comm, x)))
 
     def _exchange(self, comm, x):
-        return self.grid.exchange(x)
+        return (self.grid.start if comm.starts else self.grid.exchange)(self._many(comm, x))
 
     def _neighbors(self, comm, x):
-        both = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), x)
-        return jax.tree.map(vectors.combine, notoken.neighbor_alltoall(both, comm=self.ring))
+        return notoken.neighbor_alltoall(jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), x), comm=self.ring)
 
     def _reduce_scatter(self, comm, x):
         return notoken.reduce_scatter(self._stack(x), getattr(MPI, comm.op))
@@ -170,9 +180,6 @@ class Distributed:
 
     def _counts(self, comm):
         return [vectors.rows(rank, comm.root) for rank in range(self.size)]
-
-    def _combined(self, x):
-        return jax.tree.map(lambda leaf: vectors.combine_rows(leaf, self.size), x)
 
     def _parts(self, counts, x):
         """One behind the other the parts for all ranks, each of so many elements."""
@@ -186,26 +193,24 @@ class Distributed:
         counts = self._counts(comm)
         own = counts[self.rank]
         if comm.ring:
-            return self._combined(notoken.allgatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts))
-        return self._combined(notoken.allgatherv(x, jnp.int32(own))[0])
+            return notoken.allgatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts)
+        return notoken.allgatherv(x, jnp.int32(own))[0]
 
     def _alltoallv(self, comm, x):
         sent = [vectors.rows(self.rank + 2 * j, comm.root) for j in range(self.size)]
         x = self._parts(sent, x)
         if comm.ring:
             received = [vectors.rows(i + 2 * self.rank, comm.root) for i in range(self.size)]
-            return self._combined(notoken.alltoallv(x, sent, received))
+            return notoken.alltoallv(x, sent, received)
         most = self.size * LENGTH
-        return self._combined(notoken.alltoallv(self._padded(x, most), jnp.asarray(sent), rows=most)[0])
+        return notoken.alltoallv(self._padded(x, most), jnp.asarray(sent), rows=most)[0]
 
     def _gatherv(self, comm, x):
         counts = self._counts(comm)
         own = counts[self.rank]
         if comm.ring:
-            y = notoken.gatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts, comm.root)
-        else:
-            y = notoken.gatherv(x, jnp.int32(own), comm.root)[0]
-        return self._combined(y) if self.rank == comm.root else self._padded(y, LENGTH)
+            return notoken.gatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts, comm.root)
+        return notoken.gatherv(x, jnp.int32(own), comm.root)[0]
 
     def _scatterv(self, comm, x):
         counts = self._counts(comm)
@@ -224,10 +229,11 @@ class Distributed:
         return jax.tree.map(lambda leaf: vectors.as_rows(leaf, self.size, count), x)
 
     def _index_exchange(self, comm, x):
-        return self._combined(index_map(comm.map).exchange(self._as_rows(comm, x)))
+        rows = index_map(comm.map)
+        return (rows.start if comm.starts else rows.exchange)(self._as_rows(comm, self._many(comm, x)))
 
     def _index_accumulate(self, comm, x):
-        return self._combined(index_map(comm.map).accumulate(self._as_rows(comm, x)))
+        return index_map(comm.map).accumulate(self._as_rows(comm, x))
 
     # Rows that get new owners, and blocks of other grids.
 
@@ -236,37 +242,32 @@ class Distributed:
         own, most = owners.size, self.size * LENGTH
         if comm.ring:
             x = jax.tree.map(lambda leaf: leaf[:own], x)
-            return self._combined(jaxmpi.migrate(x, owners, rows=most)[0])
+            return jaxmpi.migrate(x, owners, rows=most)[0]
         padding = np.full(LENGTH - own, self.size, np.int32)  # what is not read may be anything
         owners, count = lax.optimization_barrier((jnp.concatenate([owners, padding]), jnp.int32(own)))
-        return self._combined(jaxmpi.migrate(x, owners, rows=most, count=count)[0])
+        return jaxmpi.migrate(x, owners, rows=most, count=count)[0]
 
     def _redistribute(self, comm, x):
-        return self._of_blocks(jaxmpi.redistribute(self._as_blocks(comm, x), *grids(comm.division), **self._cut(comm)))
-
-    def _cut(self, comm):
         source, target = comm.division.widths
-        axes = tuple(range(len(comm.division.source)))
-        return {"axes": axes, "source_width": source, "target_width": target}
-
-    def _as_blocks(self, comm, x):
-        shape = [size + 2 * comm.division.widths[0] for size in grids(comm.division)[0].local_shape]
-        rows = jax.tree.map(lambda leaf: vectors.as_rows(leaf, self.size, math.prod(shape)), x)
-        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), rows)
-
-    def _of_blocks(self, y):
-        return self._combined(jax.tree.map(jnp.ravel, y))
+        widths = {"axes": tuple(range(len(comm.division.source))), "source_width": source, "target_width": target}
+        from_grid, to_grid = grids(comm.division)
+        shape = [size + 2 * source for size in from_grid.local_shape]
+        count = math.prod(shape)
+        rows = jax.tree.map(lambda leaf: vectors.as_rows(leaf, self.size, count), self._many(comm, x))
+        blocks = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), rows)
+        function = jaxmpi.iredistribute if comm.starts else jaxmpi.redistribute
+        return function(blocks, from_grid, to_grid, **widths)
 
     def _barrier(self, comm, x):
         jaxmpi.barrier()
         return x
 
     def _bcast(self, comm, x):
-        return notoken.bcast(x if self.rank == comm.root else self._template(comm, x), comm.root)
+        x = x if self.rank == comm.root else self._template(comm, x)
+        return self._or_start(comm)(self._many(comm, x), comm.root)
 
     def _gather(self, comm, x):
-        y = notoken.gather(x, comm.root)
-        return jax.tree.map(vectors.combine, y) if self.rank == comm.root else y
+        return notoken.gather(x, comm.root)
 
     def _invariant(self, comm, x):
         return jaxmpi.invariant(x)
@@ -320,7 +321,12 @@ class Distributed:
     # --- what is started, and waited for -----------------------------------------------------------------------------
 
     def begin(self, comm, x):
-        requests, kept = getattr(self, f"_start_{comm.name}")(comm, self._as_sent(comm, x))
+        """A message may be several requests, or none; of other operations that is one."""
+        x = self._as_sent(comm, x)
+        if comm.name in ("barrier", "pair", "sendrecv"):
+            requests, kept = getattr(self, f"_start_{comm.name}")(comm, x)
+        else:
+            requests, kept = [getattr(self, f"_{comm.name}")(comm, x)], None
         return Flying(requests, kept, comm.form())
 
     def finish(self, flying, after):
@@ -342,13 +348,7 @@ class Distributed:
         if flying.kept is not None:
             return self._as_vectors(comm, flying.kept)
         y = self._one(comm, got[-1], {"alltoall": 1, "index_exchange": 1, "redistribute": -1}.get(comm.name, 0))
-        if comm.name == "alltoall":
-            y = jax.tree.map(vectors.combine, y)
-        elif comm.name == "index_exchange":
-            y = self._combined(y)
-        elif comm.name == "redistribute":
-            y = self._of_blocks(y)
-        return self._as_vectors(comm, y)
+        return self._as_vectors(comm, self._combined(comm, y))
 
     def _many(self, comm, x):
         if not comm.long:
@@ -359,28 +359,11 @@ class Distributed:
     def _one(self, comm, x, axis=0):
         return jax.tree.map(lambda leaf: leaf.take(-1, axis), x) if comm.long else x
 
-    def _start_allreduce(self, comm, x):
-        return [notoken.iallreduce(self._many(comm, x), getattr(MPI, comm.op))], None
-
-    def _start_alltoall(self, comm, x):
-        return [notoken.ialltoall(self._stack(self._many(comm, x)))], None
+    def _or_start(self, comm):
+        return getattr(notoken, f"i{comm.name}" if comm.starts else comm.name)
 
     def _start_barrier(self, comm, x):
         return [notoken.ibarrier()], x
-
-    def _start_bcast(self, comm, x):
-        x = x if self.rank == comm.root else self._template(comm, x)
-        return [notoken.ibcast(self._many(comm, x), comm.root)], None
-
-    def _start_exchange(self, comm, x):
-        return [self.grid.start(self._many(comm, x))], None
-
-    def _start_index_exchange(self, comm, x):
-        return [index_map(comm.map).start(self._as_rows(comm, self._many(comm, x)))], None
-
-    def _start_redistribute(self, comm, x):
-        x = self._as_blocks(comm, self._many(comm, x))
-        return [jaxmpi.iredistribute(x, *grids(comm.division), **self._cut(comm))], None
 
     def _start_pair(self, comm, x):
         source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)
@@ -422,7 +405,8 @@ class Distributed:
         args, closed = operands[: len(call.operands)], operands[len(call.operands) :]
         if call.kind in TAKING:
             given = [flying[key] for key in call.given]
-            return getattr(self, "_" + call.kind.replace(".", "_"))(call, args, closed, number, given)
+            name = {"jaxmpi.jit": "jit", "scan": "scan_loop"}.get(call.kind, call.kind)  # scan is an operation, too
+            return getattr(self, f"_{name}")(call, args, closed, number, given)
         return getattr(self, "_" + call.kind)(call, args, closed, number), []
 
     def _function(self, call, closed, number, body=0):
@@ -446,11 +430,8 @@ class Distributed:
         restored = self.rank in call.integer_out and self.rank not in call.silent_on
         return vectors.from_integer(y) if restored else y, returned
 
-    def _jit(self, *call):
-        return self._called(jax.jit, *call)
-
-    def _jaxmpi_jit(self, *call):
-        return self._called(jaxmpi.jit, *call)
+    def _jit(self, call, *rest):
+        return self._called(jax.jit if call.kind == "jit" else jaxmpi.jit, call, *rest)
 
     def _call(self, *call):
         return self._called(lambda f: f, *call)[0]
@@ -462,17 +443,15 @@ class Distributed:
 
     def _cond(self, call, args, closed, number, given):
         def wrap(_):
-            first, second = (self._function(call, closed, number, body) for body in (0, 1))
-            return lambda *args: lax.cond((number + call.offset) % 2 == 0, first, second, *args)
+            branches = [self._function(call, closed, number, body) for body in range(len(call.bodies))]
+            chosen = (number + call.offset) % len(branches)
+            if call.kind == "cond":
+                return lambda *args: lax.cond(chosen == 0, *branches, *args)
+            return lambda *args: lax.switch(chosen, branches, *args)
 
         return self._called(wrap, call, args, closed, number, given)
 
-    def _switch(self, call, args, closed, number, given):
-        def wrap(_):
-            branches = [self._function(call, closed, number, body) for body in (0, 1, 2)]
-            return lambda *args: lax.switch((number + call.offset) % 3, branches, *args)
-
-        return self._called(wrap, call, args, closed, number, given)
+    _switch = _cond
 
     def _ends(self, call, y):
         """Loops have a carried value, so what functions do is done after them."""
@@ -493,12 +472,6 @@ class Distributed:
         if call.stacks:
             flying = [jax.tree.map(lambda leaf, i=i: leaf[i], its) for i in range(call.length) for its in stacked]
         return self._ends(call, jnp.tanh(carry + jnp.sum(ys, axis=0))), flying
-
-    def _scan(self, *args):
-        """Both the operation and the loop have this name."""
-        if isinstance(args[0], Comm):
-            return notoken.scan(args[1], getattr(MPI, args[0].op))
-        return self._scan_loop(*args)
 
     def _fori(self, call, args, closed, number, given):
         carry, *more = args
@@ -575,16 +548,15 @@ class Distributed:
 
     # --- solvers ---------------------------------------------------------------------------------------------------
 
-    def _solve(self, call, args, closed, number, symmetric=False):
-        b, w = args[0], jnp.tanh(args[1])
+    def _solve(self, call, args, closed, number):
+        b, w, symmetric = args[0], jnp.tanh(args[1]), call.kind == "symmetric"
 
         def matvec(u):
             return 2 * u + vectors.WEAK * w * self.run(call.bodies[0], [w * u if symmetric else u], 0)[0]
 
         return lax.custom_linear_solve(matvec, b, _richardson, transpose_solve=_richardson, symmetric=symmetric)
 
-    def _symmetric(self, *call):
-        return self._solve(*call, symmetric=True)
+    _symmetric = _solve
 
     def _root(self, call, args, closed, number):
         b, w = args[0], jnp.tanh(args[1])

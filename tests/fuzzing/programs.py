@@ -54,14 +54,7 @@ REVERSE_ONLY = ("custom_vjp", "vjp_alone")
 
 def _policies():
     """Names of the policies of `jax.checkpoint` that this JAX has and that stay on one device."""
-    plain = [
-        "nothing_saveable",
-        "everything_saveable",
-        "dots_saveable",
-        "checkpoint_dots",
-        "dots_with_no_batch_dims_saveable",
-        "checkpoint_dots_with_no_batch_dims",
-    ]
+    plain = ["nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
     named = ["save_only_these_names", "save_any_names_but_these", "save_anything_except_these_names"]
     return ["", *(name for name in plain + named if hasattr(jax.checkpoint_policies, name))]
 
@@ -306,9 +299,8 @@ class _Generator:
     def again(self, form, known):
         """Another start of the same form."""
         also = self.one(known) if form.also >= 0 else -1
-        return replace(
-            form, operand=self.one(known), also=also, constant_on=self.ranks(), also_constant_on=self.ranks()
-        )
+        more = {"constant_on": self.ranks(), "also_constant_on": self.ranks()}
+        return replace(form, operand=self.one(known), also=also, **more)
 
     def one(self, known):
         """An operand, rather a late one."""
@@ -498,17 +490,9 @@ class _Generator:
 
     def linear(self, operand, at, **more):
         """An operation that is linear in its operand on all ranks: one statement at this position, or two."""
-        plain = {
-            "op": "SUM",
-            "ties": False,
-            "squash": False,
-            "constant_on": (),
-            "dropped_on": (),
-            "integer_on": (),
-            "also": -1,
-        }
+        plain = {"op": "SUM", "ties": False, "squash": False, "constant_on": (), "dropped_on": (), "integer_on": ()}
         template = "own" if self.options.documented or self.chance(0.8) else "zeros"
-        comm = replace(self.comm(operand, LINEAR), **{"template": template, **plain, **more})
+        comm = replace(self.comm(operand, LINEAR), **{"template": template, "also": -1, **plain, **more})
         if comm.name not in STARTED or not self.chance(self.options.started):
             return (comm,)
         return replace(comm, starts=True, tag=2), Wait((at,))
@@ -570,42 +554,16 @@ def _returned(body, known, given):
 # --- printing ----------------------------------------------------------------------------------------------------
 
 
-def _attributes(statement, without):
-    """What differs from the default."""
-    shown = []
-    for field in fields(statement):
-        value = getattr(statement, field.name)
-        if field.name not in without and value != field.default:
-            shown.append(f"{field.name}={value!r}")
-    return shown
-
-
 def show(body, known=INPUTS, indent=""):
-    """The lines of a body."""
+    """The lines of a body: of each statement its kind or name, its operands, and what differs from the default."""
     lines = []
-    for statement in body.statements:
-        head = f"{indent}v{known} = "
-        match statement:
-            case Local():
-                operands = ", ".join(f"v{i}" for i in statement.operands)
-                where = f" on {statement.ranks}" if statement.ranks else ""
-                lines.append(f"{head}{statement.kind}({operands}){where}")
-            case Comm():
-                more = _attributes(statement, ("name", "operand", "also"))
-                operands = [f"v{i}" for i in (statement.operand, statement.also) if i >= 0]
-                lines.append(f"{head}{statement.name}({', '.join([*operands, *more])})")
-            case Wait():
-                after = f", after=v{statement.after}" if statement.after >= 0 else ""
-                forgotten = f", forgotten on {statement.forgotten_on}" if statement.forgotten_on else ""
-                lines.append(f"{head}wait({', '.join(f'r{key}' for key in statement.starts)}{after}{forgotten})")
-            case Call():
-                more = _attributes(statement, ("kind", "operands", "bodies", "closed"))
-                names = [f"v{i}" for i in statement.operands] + [f"closed v{i}" for i in statement.closed]
-                lines.append(f"{head}{statement.kind}({', '.join(names + more)}):")
-                for inner in statement.bodies:
-                    many = parameters(statement)
-                    lines.append(f"{indent}  of {', '.join(f'v{i}' for i in range(many)) or 'nothing'}:")
-                    lines += show(inner, many, indent + "    ")
-        known += 1
-    requests = "".join(f", r{key}" for key in body.returned)
-    return [*lines, f"{indent}return v{body.result}{' + 0.1 * everything' if body.everything else ''}{requests}"]
+    for position, statement in enumerate(body.statements, known):
+        names = [field.name for field in fields(statement) if getattr(statement, field.name) != field.default]
+        shown = [f"{name}={getattr(statement, name)}" for name in names if name not in ("bodies", "kind", "name")]
+        kind = getattr(statement, "kind", getattr(statement, "name", "wait"))
+        lines.append(f"{indent}v{position} = {kind}({', '.join(shown)})")
+        for inner in getattr(statement, "bodies", ()):
+            lines += [f"{indent}  of v0 to v{parameters(statement) - 1}:"]
+            lines += show(inner, parameters(statement), indent + "    ")
+    everything = " + 0.1 * everything" if body.everything else ""
+    return [*lines, f"{indent}return v{body.result}{everything}", *[f"{indent}  and r{key}" for key in body.returned]]

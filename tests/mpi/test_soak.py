@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fuzzing.steps import OPERATIONS
 from support.launch import launch
-from support.soaking import OPERATIONS
 
 SOAK = Path(__file__).parents[1] / "programs" / "soak.py"
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(300)]

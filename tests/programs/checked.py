@@ -166,18 +166,10 @@ BY_DEFAULT = [
 
 # --- all calls: JAXMPI_CHECK=1 ----------------------------------------------------------------------------------------
 
-_DIFFERING = {
+_DIFFERING = {  # each number of a record is tested in tests/c/test_compare.c
     "operations": (
         lambda on, rank, x: on.bcast(x, 0) if rank else on.allreduce(x, MPI.SUM),
         ("allreduce SUM of 3 float32 (a value)", "bcast from root 0 of 3 float32 (a value)"),
-    ),
-    "roots": (
-        lambda on, rank, x: on.bcast(x, rank),
-        ("bcast from root 0 of 3 float32", "bcast from root 1 of 3 float32"),
-    ),
-    "counts": (
-        lambda on, rank, x: on.bcast(x[rank:], 0),
-        ("bcast from root 0 of 3 float32", "bcast from root 0 of 2 float32"),
     ),
     "types": (
         lambda on, rank, x: on.gather(x.astype([jnp.int32, jnp.float32][rank]), 1),
@@ -196,17 +188,9 @@ _DIFFERING = {
         ),
         ("alltoall of 6 float32 (a value)", "reduce_scatter SUM of 3 float32 (a cotangent)"),
     ),
-    "half": (
-        lambda on, rank, x: on.allreduce(x[rank:].astype(jnp.bfloat16), MPI.SUM),
-        ("allreduce SUM of 3 bfloat16 (a value)", "allreduce SUM of 2 bfloat16 (a value)"),
-    ),
     "leaves": (
         lambda on, rank, x: on.allreduce([x, x[:2]] if rank else [x[:2], x], MPI.SUM),
         ("allreduce SUM of 5 float32 in 2 arrays (a value)",) * 2,
-    ),
-    "one leaf": (
-        lambda on, rank, x: on.allreduce([x, x[:2]] if rank else jnp.ones(5), MPI.SUM),
-        ("allreduce SUM of 5 float32 (a value)", "allreduce SUM of 5 float32 in 2 arrays (a value)"),
     ),
     "barrier": (
         lambda on, rank, x: on.barrier() if rank else on.allgather(x),
@@ -444,23 +428,9 @@ NEVER = [memory_that_nobody_wrote, serialized]
 # --- beside mpi4py ----------------------------------------------------------------------------------------------------
 
 
-def rank_that_uses_mpi4py(world):
-    """A rank that takes part by mpi4py costs the others some seconds, once for a communicator, and nothing else."""
-    rank, size = world.rank, world.size
-    for comm in (MPI.COMM_WORLD, world):
-        for i in range(6):
-            total = np.zeros(3, np.float32)
-            if rank == 0:
-                comm.Bcast(np.arange(3, dtype=np.float32) + i, 0)
-                comm.Allreduce(np.ones(3, np.float32), total)
-            else:
-                assert (notoken.bcast(jnp.zeros(3), 0, comm=comm) == jnp.arange(3.0) + i).all()
-                total = notoken.allreduce(jnp.ones(3), MPI.SUM, comm=comm)
-            assert (np.asarray(total) == size).all()
-
-
 def ranks_that_use_mpi4py_in_turns(world):
-    """Each makes its part of each call by jaxmpi or by mpi4py: calls are not numbered alike, and no error."""
+    """Each makes its part of each call by jaxmpi or by mpi4py: calls are not numbered alike, and no error. It costs the
+    others some seconds, once for a communicator."""
     rank, size, draw = world.rank, world.size, random.Random(0)
     for _ in range(12):
         kind = draw.choice(["allreduce", "allgather", "alltoall"])
@@ -478,4 +448,4 @@ def ranks_that_use_mpi4py_in_turns(world):
         assert (np.asarray(y) == expected).all(), kind
 
 
-WITH_MPI4PY = [rank_that_uses_mpi4py, ranks_that_use_mpi4py_in_turns]
+WITH_MPI4PY = [ranks_that_use_mpi4py_in_turns]

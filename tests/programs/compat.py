@@ -56,19 +56,8 @@ def install(row, python, wheel, folder):
     run(python, "-m", "venv", "--clear", folder)
     jax = "jax" if row.jax == "newest" else f"jax=={row.jax}"
     standard = row.mpi == "mpich-abi"
-    run(
-        folder / "bin/pip",
-        "install",
-        "--quiet",
-        jax,
-        "mpich" if standard else row.mpi,
-        "pytest",
-        "pytest-xdist",
-        "hypothesis",
-        'zarr>=3; python_version >= "3.11"',
-        "xarray",
-        "optax",
-    )
+    packages = ["pytest", "pytest-xdist", "hypothesis", 'zarr>=3; python_version >= "3.11"', "xarray", "optax"]
+    run(folder / "bin/pip", "install", "--quiet", jax, "mpich" if standard else row.mpi, *packages)
     options = ["--no-binary", "mpi4py", "--no-cache-dir"] if standard else []
     run(folder / "bin/pip", "install", "--quiet", *options, "mpi4py", MPICC=folder / "bin/mpicc_abi")
     run(folder / "bin/pip", "install", "--quiet", "--no-deps", wheel)
@@ -99,23 +88,12 @@ def check(row, folder, cases):
         "    for name in one: np.testing.assert_allclose(other[name], one[name], atol=1e-3, rtol=0)\n"
     )
     python("-c", compare, *(folder / f"{ranks}.npz" for ranks in (1, 2, 4)))
-    suites = [python("-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q", *cases)]
-    sharded = (
-        "--collectives",
-        "mpi",
-        "-m",
-        "pytest",
-        "--color=no",
-        "-q",
-        "tests/sharded/test_sharded.py",
-        "tests/sharded/test_sharded_layouts.py",
-    )
+    quiet = ("-m", "pytest", "--color=no", "-q")
+    suites = [python("-m", "jaxmpi.run", "-n", 2, *quiet, *cases)]
+    sharded = ("--collectives", "mpi", *quiet, *(f"tests/sharded/test_sharded{kind}.py" for kind in ("", "_layouts")))
     suites += [python("-m", "jaxmpi.run", "-n", ranks, *sharded) for ranks in (2, 3)]
-    alone = (
-        "tests/derivatives/test_jax_contract.py",
-        *(["tests/launcher/test_programs.py"] if row.jax == "newest" else []),
-    )
-    suites.append(python("-m", "pytest", "--color=no", "-q", "-n", "auto", *alone))
+    programs = ["tests/launcher/test_programs.py"] if row.jax == "newest" else []
+    suites.append(python(*quiet, "-n", "auto", "tests/derivatives/test_jax_contract.py", *programs))
     passed = [line for output in suites for line in output.splitlines() if " passed" in line]
     tried = python("-c", "from jaxmpi._jax import internals; print(internals.NEWEST_TRIED)").strip()
     if row.jax == "newest" and facts["JAX"].split(",")[0] != tried:

@@ -1,9 +1,9 @@
 """Ranks that are killed at random times while all are in random operations, each result of which is checked:
 python -m jaxmpi.run -n 4 --survive tests/programs/deaths.py --seed 1 --deaths 2. Ranks of --spare 2 step in.
 
-Each rank executes steps in an order that is drawn from the seed, the same on all ranks: an operation, eagerly,
-compiled, in a loop or in a derivative, on data that every rank can compute for all ranks. So NumPy says what is right.
-Who dies, when, and by which signal is drawn as well: at a time, whatever the rank does then, or within
+Each rank executes steps as soak.py does, in an order that is drawn from the seed, the same on all ranks: an operation,
+eagerly, compiled, in a loop or in a derivative, on data that every rank can compute. So NumPy says what is right. Who
+dies, when, and by which signal is drawn as well: at a time, whatever the rank does then, or within
 `jaxmpi.recover`; it says what it is in. The others recover and go on with those that are left. Each ends with a line
 that begins with OK.
 """
@@ -20,21 +20,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of what the tests share
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_ENABLE_X64", "1")
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
 import jaxmpi
+from fuzzing import steps
 from jaxmpi import _core
-from support import table
 
 WORLD = MPI.COMM_WORLD
 ROUND = 8
 """Steps after which the ranks agree on whether to go on."""
-SHAPES = [(), (3,), (200, 3), (1000, 30)]
-FORMS = ["eager", "jaxmpi.jit", "jax.jit", "loop", "gradient"]
 
 
 def arguments():
@@ -96,116 +93,6 @@ class Deaths:
         return time.monotonic() - self._begin > self.seconds + 1
 
 
-# --- steps
-
-
-def ring(comm):
-    return jaxmpi.Grid((comm.size,), (4 * comm.size,), periodic=True, comm=comm)
-
-
-def started_halos(x, comm):
-    grid = ring(comm)
-    return grid.finish(grid.start(x))
-
-
-def expected_of_halos(blocks, rank):
-    size = len(blocks)
-    result = blocks[rank].copy()
-    result[0] = blocks[(rank - 1) % size][-2]
-    result[-1] = blocks[(rank + 1) % size][1]
-    return result
-
-
-def parts(size):
-    """The sizes of blocks unlike those of 6 cells each."""
-    return [5 + size, *[5] * (size - 1)]
-
-
-def redistributed(x, comm):
-    size = comm.size
-    grids = [jaxmpi.Grid((size,), (whole,), comm=comm) for whole in (6 * size, parts(size))]
-    return jaxmpi.redistribute(x, *grids)
-
-
-def expected_of_redistributed(blocks, rank):
-    return np.split(np.concatenate(blocks), np.cumsum(parts(len(blocks)))[:-1])[rank]
-
-
-def after_barrier(x, comm):
-    jaxmpi.notoken.barrier(comm=comm)
-    return x
-
-
-def after_ibarrier(x, comm):
-    jaxmpi.notoken.wait(jaxmpi.notoken.ibarrier(comm=comm))
-    return x
-
-
-def own(blocks, rank):
-    return blocks[rank]
-
-
-BESIDE = {
-    "halos": (lambda x, comm: ring(comm).exchange(x), expected_of_halos),
-    "halos, started": (started_halos, expected_of_halos),
-    "redistribute": (redistributed, expected_of_redistributed),
-    "barrier": (after_barrier, own),
-    "ibarrier": (after_ibarrier, own),
-}
-"""Operations that are not in the table: calls on 6 cells of this rank, and results of a rank by those of all."""
-
-
-class Step:
-    """One operation on all ranks that are left."""
-
-    def __init__(self, draw):
-        self.case = draw.choice([*table.CASES, *BESIDE])
-        self.form = draw.choice(FORMS)
-        self.shape = draw.choice(SHAPES)
-        self.root = draw.randrange(1000)
-        self.comm, self.function = None, None
-
-    def _inputs(self, size, number):
-        if isinstance(self.case, str):
-            return [(10 * r + number % 5 + np.arange(6)).astype(np.float32) for r in range(size)]
-        return self.case.inputs(self.shape, np.float32, size, self.root % size, seed=number % 1000)
-
-    def _call(self, comm):
-        if isinstance(self.case, str):
-            return lambda x: BESIDE[self.case][0](x, comm)
-        return lambda x: self.case.call(x, comm, self.root % comm.size)
-
-    def _expected(self, inputs, rank):
-        if isinstance(self.case, str):
-            return BESIDE[self.case][1](inputs, rank)
-        return self.case.expected(inputs, rank, self.root % len(inputs))
-
-    def _function(self, comm):
-        call = self._call(comm)
-        if self.form == "jaxmpi.jit":
-            return jaxmpi.jit(call)
-        if self.form == "jax.jit":
-            return jax.jit(call)
-        if self.form == "loop":  # the same each time: the last result counts
-            return jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: call(x), call(x)))
-        if self.form == "gradient":  # its value is checked, and all ranks communicate for the derivative
-            return jaxmpi.jit(lambda x: jax.linearize(call, x)[0])
-        return call
-
-    def run(self, comm, number):
-        """The text of what is wrong; empty: nothing."""
-        if comm is not self.comm:
-            self.comm, self.function = comm, self._function(comm)
-        inputs = self._inputs(comm.size, number)
-        Doing.what = f"{self.case}, {self.form}"
-        result = np.asarray(self.function(jnp.asarray(inputs[comm.rank])))
-        Doing.what = "Python"
-        expected = self._expected(inputs, comm.rank)
-        if np.array_equal(result, np.asarray(expected, result.dtype)):
-            return ""
-        return f"step {number}, {self.case}, {self.form}, {self.shape}: {result.ravel()[:4]}, not {expected}"
-
-
 # --- the run
 
 
@@ -213,9 +100,10 @@ class Run(Deaths):
     def __init__(self, options):
         draw = random.Random(options.seed)
         super().__init__(options, draw)
-        self.steps, self.seed = [Step(draw) for _ in range(options.programs)], options.seed
+        self.programs = [steps.draw(draw, WORLD.size, draw.randrange(1000)) for _ in range(options.programs)]
+        self.seed = options.seed
         Doing.what = "jaxmpi.get_default"
-        self.comm = jaxmpi.get_default()  # a spare rank waits
+        self.runner = steps.Runner(jaxmpi.get_default())  # a spare rank waits
         Doing.what = "Python"
         self.number = self.done = self.recovered = 0
         self.slowest, self.is_in_step = 0.0, False
@@ -233,23 +121,25 @@ class Run(Deaths):
     def step(self, over):
         """Whether it was the last."""
         if not self.is_in_step:  # it has begun, as a spare rank has where the others have recovered
-            self.number = self.comm.allreduce(self.number, MPI.MAX) + 1
+            self.number = self.runner.comm.allreduce(self.number, MPI.MAX) + 1
             self.is_in_step = True
-        drawn = random.Random(self.seed * 1_000_003 + self.number).choice(self.steps)
-        wrong = drawn.run(self.comm, self.number)
-        if wrong:
-            print(f"WRONG: rank {WORLD.rank}: {wrong}", flush=True)
+        program = random.Random(self.seed * 1_000_003 + self.number).choice(self.programs)
+        Doing.what = f"{program.case}, {program.way}"
+        _, got, right = self.runner(program, self.number)
+        Doing.what = "Python"
+        if wrong := steps.difference(program, got, right):
+            print(f"WRONG: rank {WORLD.rank}: step {self.number}, {program}: {wrong}", flush=True)
             raise AssertionError(wrong)
         self.done += 1
         self.number += 1
         if self.number % ROUND:
             return False
-        return bool(jaxmpi.notoken.allreduce(np.float32(over), MPI.MAX, comm=self.comm) > 0)
+        return bool(jaxmpi.notoken.allreduce(np.float32(over), MPI.MAX, comm=self.runner.comm) > 0)
 
     def recover(self):
         begin, Doing.what = time.monotonic(), "recovery"
         self.plan_in_recovery()
-        self.comm, self.is_in_step = jaxmpi.recover(self.comm), False
+        self.runner, self.is_in_step = steps.Runner(jaxmpi.recover(self.runner.comm)), False
         self.recovered += 1
         self.slowest = max(self.slowest, time.monotonic() - begin)
 
@@ -276,7 +166,7 @@ def main():
     left = _core.requests_in_flight()
     print(
         f"OK rank {WORLD.rank}: {run.done} steps, {run.recovered} recoveries, {run.slowest:.2f} s at most, "
-        f"{run.comm.size} of {WORLD.size} left, {left} in flight",
+        f"{run.runner.comm.size} of {WORLD.size} left, {left} in flight",
         flush=True,
     )
 

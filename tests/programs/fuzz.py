@@ -197,21 +197,10 @@ def summary(text):
     return "\n".join(dict.fromkeys(errors[:3] or ours[:4] or lines[-5:]))
 
 
-def passed_on(chosen):
-    """The options of the worker."""
-    names = ("order", "checks", "differ", "started", "forgotten", "mode", "route", "batch", "seconds")
-    shown = [f"--{name}={getattr(chosen, name)}" for name in names if getattr(chosen, name) is not None]
-    shown += [f"--file={chosen.file}"] if chosen.file else []
-    shown += [f"--{name}" for name in ("none", "used", "documented") if getattr(chosen, name)]
-    shown += [f"--operation={name}" for name in chosen.operation or ()]
-    return shown + [f"--only={kind}" for kind in chosen.only or ()]
-
-
 def run(chosen):
     tally, seed, last, begun = Tally(), chosen.seed, chosen.seed + chosen.programs, time.monotonic()
     while seed < last:
-        more = [f"--seed={seed}", f"--programs={last - seed}", *passed_on(chosen)]
-        seed = follow(*job(chosen.ranks, *more), tally) + 1
+        seed = follow(*job(chosen.ranks, *sys.argv[1:], f"--seed={seed}", f"--programs={last - seed}"), tally) + 1
     tally.table(time.monotonic() - begun)
     return 1 if tally.failed else 0
 

@@ -13,7 +13,6 @@ program has been compiled, and memory that the longest messages need at once has
 """
 
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -35,15 +34,16 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ["PJRT_NPROC"] = "8"
 
 import jax
-import numpy as np
 from mpi4py import MPI
 
+from fuzzing import steps
 from jaxmpi import _core
 from jaxmpi._mpi import communicators
 from jaxmpi._primitive import operation
-from support import soaking
 
 MOST_THREADS = int(os.environ["PJRT_NPROC"])
+CHUNK = 3000
+"""Elements beyond which arrays are sent in parts."""
 ROUND = 64
 """Steps of a thread after which the ranks agree on whether to go on."""
 
@@ -54,16 +54,9 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which the run ends in any case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of each rank, each with a communicator")
-    parser.add_argument(
-        "--programs",
-        type=int,
-        default=3 * len(soaking.OPERATIONS),
-        help="of each thread, from which its steps are drawn",
-    )
-    parser.add_argument(
-        "--operation", action="append", choices=soaking.OPERATIONS, help="one of a few; may be repeated"
-    )
-    parser.add_argument("--chunk", type=int, default=3000, help="elements beyond which arrays are sent in parts")
+    number = 3 * len(steps.OPERATIONS)
+    parser.add_argument("--programs", type=int, default=number, help="of each thread, from which its steps are drawn")
+    parser.add_argument("--operation", action="append", choices=steps.OPERATIONS, help="one of a few; may be repeated")
     parser.add_argument("--duplicate", type=int, default=500, help="steps after which a communicator is made and freed")
     parser.add_argument("--growth", type=float, default=24, help="MiB of memory by which a rank may have grown")
     parser.add_argument("--hang", type=float, default=120, help="seconds without a step after which the job is ended")
@@ -81,9 +74,9 @@ class Worker:
     def __init__(self, number, comm, chosen):
         self.comm, self.chosen = comm, chosen
         self.generator = random.Random(f"{chosen.seed} {number}")
-        operations = chosen.operation or soaking.OPERATIONS
-        self.programs = [soaking.draw(self.generator, comm.size, i, operations) for i in range(chosen.programs)]
-        self.functions = {}
+        operations = chosen.operation or steps.OPERATIONS
+        self.programs = [steps.draw(self.generator, comm.size, i, operations) for i in range(chosen.programs)]
+        self.runner = steps.Runner(comm)
         self.faulty = chosen.wrong_at is not None and number == 0 and comm.rank == comm.size - 1
         self.steps, self.operations, self.checksum = 0, 0, 0
         self.counts, self.wrong, self.lost = Counter(), [], []
@@ -108,30 +101,17 @@ class Worker:
     def duplicate(self):
         """Operations on a communicator that is then freed."""
         comm = self.comm.Dup()
+        runner = steps.Runner(comm)
         for way, compiler in (("eager", "no jit"), ("jit", "jaxmpi.jit")):
-            program = soaking.Program("allreduce", way, compiler, (((3,), "float64"),), "SUM", 0, 1)
-            self.execute(program, comm)
+            program = steps.Program("allreduce", way, compiler, (((3,), "float64"),), "SUM", 0, 1)
+            self.execute(program, runner)
         jax.effects_barrier()
         comm.Free()
 
-    def execute(self, program, other=None):
+    def execute(self, program, runner=None):
         """One step, on the thread's communicator or on another one, which does not live long."""
         self.steps += 1
-        comm, step = other or self.comm, self.steps
-        ranks = range(comm.size)
-        xs, more = [soaking.values(program, step, r, comm.size) for r in ranks], None
-        if program.way == "jvp":
-            more = [soaking.values(program, step + 7, r, comm.size) for r in ranks]
-        if program.way == "vjp":
-            more = soaking.cotangents(program, xs, step)
-        right = soaking.witness(program, xs, more, comm.rank)
-        function = self.functions.get(program) if other is None else None
-        if function is None:
-            function = soaking.build(program, comm, right)
-            if other is None:
-                self.functions[program] = function
-        operands = [soaking.packed(program, arguments[comm.rank]) for arguments in (xs, more) if arguments]
-        got = [np.array(leaf) for leaf in jax.tree.leaves(function(*operands))]
+        xs, got, right = (runner or self.runner)(program, self.steps)
         self.check(program, got, right)
         for x in xs:
             self.checksum = zlib.crc32(x[0].tobytes(), self.checksum)
@@ -140,7 +120,7 @@ class Worker:
         if self.faulty and self.steps >= self.chosen.wrong_at and got[0].size:
             got[0].flat[-1] = ~got[0].flat[-1] if got[0].dtype == bool else got[0].flat[-1] + 1
             self.faulty = False
-        if why := soaking.difference(program, got, right):
+        if why := steps.difference(program, got, right):
             self.wrong.append(why)
             if len(self.wrong) <= 5:
                 name = threading.current_thread().name
@@ -151,39 +131,19 @@ class Worker:
             self.lost.append(b"x" * self.chosen.leak)
 
 
-class Progress:
-    """Shows what rank 0 has done: by tqdm if that is installed, else in lines."""
-
-    def __init__(self, chosen):
-        self.total, self.shown, self.bar = chosen.operations, time.monotonic(), None
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            interval = 0.5 if sys.stderr.isatty() else 30
-            self.bar = tqdm(total=self.total, unit=" operations", mininterval=interval, maxinterval=interval)
-
-    def show(self, operations, last=False):
-        if self.bar is not None:
-            self.bar.update(operations - self.bar.n)
-            if last:
-                self.bar.close()
-        elif last or time.monotonic() > self.shown + 30:
-            self.shown = time.monotonic()
-            print(f"{operations} of {self.total} operations", file=sys.stderr, flush=True)
-
-
-def in_threads(workers, work, hang, progress=None):
+def in_threads(workers, work, chosen, tells=False):
     """Calls `work` for each worker in a thread of its own, and ends the job if nothing is done for so long."""
     threads = [threading.Thread(target=work, args=(worker,), name=f"thread {i}") for i, worker in enumerate(workers)]
     for thread in threads:
         thread.start()
-    seen = -1
+    seen, told = -1, time.monotonic()
     while any(thread.is_alive() for thread in threads):
-        if (steps := sum(worker.steps for worker in workers)) != seen:
-            seen = steps
-            faulthandler.dump_traceback_later(hang, exit=True)
-        if progress is not None:
-            progress.show(sum(worker.operations for worker in workers))
+        if (done := sum(worker.steps for worker in workers)) != seen:
+            seen = done
+            faulthandler.dump_traceback_later(chosen.hang, exit=True)
+        if tells and time.monotonic() > told + 30:
+            told, operations = time.monotonic(), sum(worker.operations for worker in workers)
+            print(f"{operations} of {chosen.operations} operations", file=sys.stderr, flush=True)
         threads[-1].join(0.5)
         time.sleep(0.01)
     faulthandler.cancel_dump_traceback_later()
@@ -245,19 +205,16 @@ def table(workers, seconds, measured):
 
 def main():
     chosen, world, begun = arguments(), MPI.COMM_WORLD, time.monotonic()
-    _core.configure(max_count=chosen.chunk)
+    _core.configure(max_count=CHUNK)
     # The ranks of every other communicator are in reverse order, so that ranks in them are not those of the world.
     comms = [world.Split(0, -world.rank if i % 2 else world.rank) for i in range(chosen.threads)]
     workers = [Worker(i, comm, chosen) for i, comm in enumerate(comms)]
-    progress = Progress(chosen) if world.rank == 0 else None
     each, seconds = chosen.operations // chosen.threads, chosen.seconds
-    in_threads(workers, Worker.warm_up, chosen.hang)
-    in_threads(workers, lambda worker: worker.run(each // 2, begun + seconds / 2), chosen.hang, progress)
+    in_threads(workers, Worker.warm_up, chosen)
+    in_threads(workers, lambda worker: worker.run(each // 2, begun + seconds / 2), chosen, world.rank == 0)
     before = measure()
-    in_threads(workers, lambda worker: worker.run(each, begun + seconds), chosen.hang, progress)
+    in_threads(workers, lambda worker: worker.run(each, begun + seconds), chosen, world.rank == 0)
     after = measure()
-    if progress is not None:
-        progress.show(sum(worker.operations for worker in workers), last=True)
     found = world.gather(list(problems(workers, before, after, chosen)))
     measured = world.gather((before, after))
     if world.rank == 0:

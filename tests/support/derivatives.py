@@ -24,7 +24,7 @@ STEP = 1e-6
 """Of finite differences."""
 
 
-def draw(shape, dtype, rank, seed):
+def normal(shape, dtype, rank, seed):
     """Normal data of a rank, which the pair of seed and rank chooses; complex in a complex dtype."""
     generator = np.random.default_rng([seed, rank])
     x = generator.normal(size=shape)
@@ -58,7 +58,7 @@ class Map:
 
 def direction(x, rank):
     """The tangent of a rank's point."""
-    return jax.tree.map(lambda leaf: draw(leaf.shape, leaf.dtype, rank, 1), x)
+    return jax.tree.map(lambda leaf: normal(leaf.shape, leaf.dtype, rank, 1), x)
 
 
 def _products(maps, xs, vs, noise):
@@ -86,7 +86,7 @@ def check_all(maps, comm, ways=(jax.jit,)):
     rank, size = comm.rank, comm.size
     xs = [tested.x for tested in maps]
     vs = [direction(x, rank) for x in xs]
-    noise = [draw((512,), complex, r, 2) for r in (rank, 0)]
+    noise = [normal((512,), complex, r, 2) for r in (rank, 0)]
     for way in ways:
         found = way(lambda xs, vs, noise: _products(maps, xs, vs, noise))(xs, vs, noise)
         found = jax.tree.map(np.asarray, found)

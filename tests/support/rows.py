@@ -4,8 +4,14 @@
     def test_input_is_kept(cases, comm): ...
 
 The test gets the list of all rows. With pytest's option -k there is a test for each row, named after it, which gets
-a list of this row alone: `-k allreduce`. `each` checks row after row and names those that fail.
+a list of this row alone: `-k allreduce`. `each` checks row after row and names those that fail. Where rows are not put
+into one program, `row_by_row` does both:
+
+    @row_by_row("case", CASES)
+    def test_call_is_refused(case): ...
 """
+
+import functools
 
 import pytest
 
@@ -35,6 +41,19 @@ def each(table, check, name=str):
         reasons = "\n".join(f"{row}: {type(error).__name__}: {error}" for row, error in failures.items())
         first = next(iter(failures.values()))
         raise AssertionError(f"{len(failures)} of {len(table)} rows failed:\n{reasons}") from first
+
+
+def row_by_row(name, table, ids=str):
+    """The test is called with each row, and fails with the names of those that failed."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def together(**arguments):
+            each(arguments.pop(name), lambda row: test(**{name: row}, **arguments), ids)
+
+        return rows(name, table, ids)(together)
+
+    return decorate
 
 
 def one_each_time(table, *chosen):

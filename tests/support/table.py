@@ -1,7 +1,7 @@
 """One row per operation: how to call it, and what NumPy says the result is, given the inputs of all ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -163,27 +163,10 @@ def _started_message(x, comm, root):
     return y
 
 
-_STARTED = [
-    Case("irecv", _started_message, lambda xs, rank, root: xs[rank - 1], messages=True),
-    Case(
-        "iallreduce",
-        lambda x, c, r: notoken.wait(notoken.iallreduce(x, MPI.SUM, comm=c)),
-        lambda xs, rank, root: _accumulate(xs, len(xs)),
-        moves=False,
-    ),
-    Case(
-        "ialltoall",
-        lambda x, c, r: notoken.wait(notoken.ialltoall(x, comm=c)),
-        lambda xs, rank, root: np.stack([x[rank] for x in xs]),
-        stacked=True,
-    ),
-    Case(
-        "ibcast",
-        lambda x, c, r: notoken.wait(notoken.ibcast(x, r, comm=c)),
-        lambda xs, rank, root: xs[root],
-        rooted=True,
-    ),
-]
+def _started(of, call):
+    """The case of the blocking operation, whose result is the same."""
+    return replace(next(case for case in _AT_ONCE if case.name == of), name=f"i{of}", call=call)
+
 
 # Arrays divided by rows.
 
@@ -235,6 +218,25 @@ def _traced(values):
     return jnp.asarray(values, jnp.int32)
 
 
+REDUCING = {
+    "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
+    "exscan": lambda x, op, comm, root: notoken.exscan(x, op, comm=comm),
+    "iallreduce": lambda x, op, comm, root: notoken.wait(notoken.iallreduce(x, op, comm=comm)),
+    "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
+    "reduce_scatter": lambda x, op, comm, root: notoken.reduce_scatter(x, op, comm=comm),
+    "reduce_scatter_counts": lambda x, op, comm, root: notoken.reduce_scatter(x, op, counts_of(comm.size), comm=comm),
+    "reduce_scatter_traced": lambda x, op, comm, root: notoken.reduce_scatter(
+        x, op, _traced(counts_of(comm.size)[comm.rank]), rows=4, comm=comm
+    )[0],
+    "scan": lambda x, op, comm, root: notoken.scan(x, op, comm=comm),
+}
+"""Operations with a reduction, which the table calls with SUM."""
+
+
+def _reducing(name):
+    return lambda x, comm, root: REDUCING[name](x, MPI.SUM, comm, root)
+
+
 _OF_COUNTS = [
     Case(
         "allgatherv",
@@ -279,14 +281,14 @@ _OF_COUNTS = [
     ),
     Case(
         "reduce_scatter",
-        lambda x, c, r: notoken.reduce_scatter(x, MPI.SUM, comm=c),
+        _reducing("reduce_scatter"),
         lambda xs, rank, root: _accumulate(xs, len(xs))[rank],
         stacked=True,
         moves=False,
     ),
     Case(
         "reduce_scatter_counts",
-        lambda x, c, r: notoken.reduce_scatter(x, MPI.SUM, counts_of(c.size), comm=c),
+        _reducing("reduce_scatter_counts"),
         lambda xs, rank, root: _part(_accumulate(xs, len(xs)), len(xs), rank),
         rows=lambda rank, size, root: sum(counts_of(size)),
         moves=False,
@@ -294,7 +296,7 @@ _OF_COUNTS = [
     ),
     Case(
         "reduce_scatter_traced",
-        lambda x, c, r: notoken.reduce_scatter(x, MPI.SUM, _traced(counts_of(c.size)[c.rank]), rows=4, comm=c)[0],
+        _reducing("reduce_scatter_traced"),
         lambda xs, rank, root: _padded(_part(_accumulate(xs, len(xs)), len(xs), rank), xs[0], 4),
         rows=lambda rank, size, root: sum(counts_of(size)) + 1,
         moves=False,
@@ -317,31 +319,19 @@ _OF_COUNTS = [
     ),
 ]
 
-CASES = [
-    *_OF_COUNTS,
-    *_STARTED,
+_AT_ONCE = [
     Case("allgather", lambda x, c, r: notoken.allgather(x, comm=c), lambda xs, rank, root: np.stack(xs)),
-    Case(
-        "allreduce",
-        lambda x, c, r: notoken.allreduce(x, MPI.SUM, comm=c),
-        lambda xs, rank, root: _accumulate(xs, len(xs)),
-        moves=False,
-    ),
+    Case("allreduce", _reducing("allreduce"), lambda xs, rank, root: _accumulate(xs, len(xs)), moves=False),
     Case(
         "alltoall",
         lambda x, c, r: notoken.alltoall(x, comm=c),
         lambda xs, rank, root: np.stack([x[rank] for x in xs]),
         stacked=True,
     ),
-    Case(
-        "bcast",
-        lambda x, c, r: notoken.bcast(x, r, comm=c),
-        lambda xs, rank, root: xs[root],
-        rooted=True,
-    ),
+    Case("bcast", lambda x, c, r: notoken.bcast(x, r, comm=c), lambda xs, rank, root: xs[root], rooted=True),
     Case(
         "exscan",
-        lambda x, c, r: notoken.exscan(x, MPI.SUM, comm=c),
+        _reducing("exscan"),
         lambda xs, rank, root: _accumulate(xs, rank - 1) if rank > 0 else np.zeros_like(xs[0]),
         moves=False,
     ),
@@ -353,17 +343,12 @@ CASES = [
     ),
     Case(
         "reduce",
-        lambda x, c, r: notoken.reduce(x, MPI.SUM, r, comm=c),
+        _reducing("reduce"),
         lambda xs, rank, root: _accumulate(xs, len(xs)) if rank == root else xs[rank],
         rooted=True,
         moves=False,
     ),
-    Case(
-        "scan",
-        lambda x, c, r: notoken.scan(x, MPI.SUM, comm=c),
-        lambda xs, rank, root: _accumulate(xs, rank),
-        moves=False,
-    ),
+    Case("scan", _reducing("scan"), lambda xs, rank, root: _accumulate(xs, rank), moves=False),
     Case(
         "scatter",
         lambda x, c, r: notoken.scatter(x, r, comm=c),
@@ -373,23 +358,21 @@ CASES = [
     ),
     Case("sendrecv", _exchange, lambda xs, rank, root: xs[rank - 1], messages=True),
     Case(
-        "sendrecv_traced",
-        lambda x, c, r: exchange_at_run_time(c)(x),
-        lambda xs, rank, root: xs[rank - 1],
-        messages=True,
-        variant=True,
-    ),
-    Case(
         "send_recv",
         _send_recv,
         lambda xs, rank, root: xs[rank - 1] if len(xs) > 1 else np.zeros_like(xs[0]),
         messages=True,
     ),
-    Case(
-        "send_recv_traced",
-        lambda x, c, r: send_recv_at_run_time(c)(x),
-        lambda xs, rank, root: xs[rank - 1] if len(xs) > 1 else np.zeros_like(xs[0]),
-        messages=True,
-        variant=True,
-    ),
+]
+
+CASES = [
+    *_OF_COUNTS,
+    Case("irecv", _started_message, lambda xs, rank, root: xs[rank - 1], messages=True),
+    _started("allreduce", _reducing("iallreduce")),
+    _started("alltoall", lambda x, c, r: notoken.wait(notoken.ialltoall(x, comm=c))),
+    _started("bcast", lambda x, c, r: notoken.wait(notoken.ibcast(x, r, comm=c))),
+    *_AT_ONCE[:-1],
+    replace(_AT_ONCE[-2], name="sendrecv_traced", call=lambda x, c, r: exchange_at_run_time(c)(x), variant=True),
+    _AT_ONCE[-1],
+    replace(_AT_ONCE[-1], name="send_recv_traced", call=lambda x, c, r: send_recv_at_run_time(c)(x), variant=True),
 ]

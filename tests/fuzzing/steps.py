@@ -1,11 +1,11 @@
-"""The steps of a long mixed run (soak.py): an operation on a rank, and what NumPy says of it.
+"""Steps of long runs (soak.py) and of runs in which ranks die (deaths.py): one operation, and what NumPy says of it.
 
 A program is what a step executes: an operation in some surroundings, with dtypes and shapes. Its data are a function of
-the step and the rank, so each rank knows the data of all.
+the step and the rank, so each rank knows the data of all, and nothing is communicated to know what is right.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from jaxmpi import notoken
 from support.table import (
     CASES,
     NEW_JAX,
+    REDUCING,
     REPLICATED,
     UFUNCS,
-    counts_of,
     dtype_of,
     exchange_at_run_time,
     send_recv_at_run_time,
@@ -46,21 +46,21 @@ OF_MAPS = {
 }
 """Of a map of rows that have global indices."""
 OF_ROWS = [*OF_MAPS, "migrate"]
-OPERATIONS = [*CASE, "barrier", "exchange", *OF_ROWS]
 BLOCK = 2
-"""Of an exchange, on a periodic grid of one axis: elements of each rank, which has one of each neighbour besides."""
-REDUCING = {
-    "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
-    "exscan": lambda x, op, comm, root: notoken.exscan(x, op, comm=comm),
-    "iallreduce": lambda x, op, comm, root: notoken.wait(notoken.iallreduce(x, op, comm=comm)),
-    "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
-    "reduce_scatter": lambda x, op, comm, root: notoken.reduce_scatter(x, op, comm=comm),
-    "reduce_scatter_counts": lambda x, op, comm, root: notoken.reduce_scatter(x, op, counts_of(comm.size), comm=comm),
-    "reduce_scatter_traced": lambda x, op, comm, root: notoken.reduce_scatter(
-        x, op, jnp.int32(counts_of(comm.size)[comm.rank]), rows=4, comm=comm
-    )[0],
-    "scan": lambda x, op, comm, root: notoken.scan(x, op, comm=comm),
+"""Elements of each rank on a grid of one axis; where halos are exchanged it has one of each neighbour besides."""
+OF_GRIDS = {
+    "exchange": lambda grid, x: grid.exchange(x, axes=(0,)),
+    "exchange_start": lambda grid, x: grid.finish(grid.start(x, axes=(0,))),
 }
+BARRIERS = {
+    "barrier": lambda comm: notoken.barrier(comm=comm),
+    "ibarrier": lambda comm: notoken.wait(notoken.ibarrier(comm=comm)),
+}
+REDISTRIBUTIONS = {
+    "redistribute": jaxmpi.redistribute,
+    "iredistribute": lambda *args, **more: notoken.wait(jaxmpi.iredistribute(*args, **more)),
+}
+OPERATIONS = [*CASE, *BARRIERS, *OF_GRIDS, *REDISTRIBUTIONS, *OF_ROWS]
 AT_RUN_TIME = {"sendrecv_traced": exchange_at_run_time, "send_recv_traced": send_recv_at_run_time}
 """Messages whose ranks and tags are traced, also in an eager step: a compiled program of their own."""
 
@@ -123,9 +123,9 @@ def _draw_op(generator, case, dtype, wide):
     return "SUM" if wide or kind == "c" else generator.choice(REDUCTIONS)
 
 
-def values(program, step, rank, size, salt=0):
+def values(program, step, rank, size):
     """What a rank passes in a step: small integers, with which everything is exact, or fractions."""
-    return [_values(program, step + salt, rank, size, shape, dtype) for shape, dtype in program.leaves]
+    return [_values(program, step, rank, size, shape, dtype) for shape, dtype in program.leaves]
 
 
 def _values(program, step, rank, size, shape, dtype):
@@ -136,12 +136,19 @@ def _values(program, step, rank, size, shape, dtype):
         most = max(240 // size, 2)
     if program.case in CASE:
         shape = CASE[program.case].shape(shape, rank, size, program.root)
-    elif program.case == "exchange":
+    elif program.case in OF_GRIDS:
         shape = (BLOCK + 2, *shape)
+    elif program.case in REDISTRIBUTIONS:
+        shape = (BLOCK, *shape)
     elif program.case in OF_ROWS:
         shape = (rows_of(size, program.root)[rank].at.size, *shape)
     numbers = (17 * np.arange(int(np.prod(shape))) + 29 * rank + 41 * step) % most
     return (numbers / 10 if program.fractions(dtype) else numbers).astype(dtype_of(dtype)).reshape(shape)
+
+
+def cut(size):
+    """How many elements each rank has after a redistribution: the first has more than the others."""
+    return [BLOCK * size - size + 1, *[1] * (size - 1)]
 
 
 @dataclass(frozen=True)
@@ -183,9 +190,12 @@ def rows_of(size, number):
 
 def _once(program, comm):
     """The operation, as a function of its operand."""
-    if program.case == "exchange":
+    if program.case in OF_GRIDS:
         grid = jaxmpi.Grid((comm.size,), (BLOCK * comm.size,), periodic=True, comm=comm)
-        return lambda x: grid.exchange(x, axes=(0,))
+        return lambda x: OF_GRIDS[program.case](grid, x)
+    if program.case in REDISTRIBUTIONS:
+        grids = [jaxmpi.Grid((comm.size,), whole, comm=comm) for whole in ((BLOCK * comm.size,), (cut(comm.size),))]
+        return lambda x: REDISTRIBUTIONS[program.case](x, *grids, axes=(0,))
     if program.case in OF_MAPS:
         its = rows_of(comm.size, program.root)[comm.rank]
         rows = jaxmpi.IndexMap(its.owned, its.ghosts[::-1], comm=comm)
@@ -198,8 +208,8 @@ def _once(program, comm):
         return AT_RUN_TIME[program.case](comm)
 
     def once(x):
-        if program.case == "barrier":
-            jaxmpi.barrier(comm=comm)
+        if program.case in BARRIERS:
+            BARRIERS[program.case](comm)
             return x
         if program.op:
             return REDUCING[program.case](x, getattr(MPI, program.op), comm, program.root)
@@ -252,9 +262,11 @@ def build(program, comm, right):
 
 def expected(program, xs, rank):
     """The result of the operation on a rank, given the arrays of all ranks."""
-    if program.case == "barrier" or (program.case == "reduce" and rank != program.root):
+    if program.case in BARRIERS or (program.case == "reduce" and rank != program.root):
         return xs[rank]
-    if program.case == "exchange":
+    if program.case in REDISTRIBUTIONS:
+        return np.split(np.concatenate(xs), np.cumsum(cut(len(xs)))[:-1])[rank]
+    if program.case in OF_GRIDS:
         before, after = xs[rank - 1], xs[(rank + 1) % len(xs)]
         return np.concatenate([before[-2:-1], xs[rank][1:-1], after[1:2]])
     if program.case in OF_MAPS:
@@ -365,3 +377,25 @@ def difference(program, got, right):
             place = tuple(int(n) for n in np.argwhere(wrong)[0])
             return f"array {i}{list(place)} is {mine[place]}, not {theirs[place]}; {wrong.sum()} elements are wrong"
     return ""
+
+
+class Runner:
+    """Executes programs on a communicator, each of which is built once. Roots beyond the last rank begin at 0 again."""
+
+    def __init__(self, comm):
+        self.comm, self.functions = comm, {}
+
+    def __call__(self, program, step):
+        """What all ranks pass, and the leaves of the result, by jaxmpi and by NumPy."""
+        comm, ranks, more = self.comm, range(self.comm.size), None
+        program = replace(program, root=program.root % comm.size)
+        xs = [values(program, step, r, comm.size) for r in ranks]
+        if program.way == "jvp":
+            more = [values(program, step + 7, r, comm.size) for r in ranks]
+        if program.way == "vjp":
+            more = cotangents(program, xs, step)
+        right = witness(program, xs, more, comm.rank)
+        if program not in self.functions:
+            self.functions[program] = build(program, comm, right)
+        operands = [packed(program, arguments[comm.rank]) for arguments in (xs, more) if arguments]
+        return xs, [np.array(leaf) for leaf in jax.tree.leaves(self.functions[program](*operands))], right
