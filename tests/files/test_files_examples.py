@@ -12,12 +12,6 @@ pytestmark = examples.MARKS
 zarr = pytest.importorskip("zarr", reason="files need zarr")
 
 
-@pytest.fixture(autouse=True)
-def _packages():
-    for package in ("matplotlib", "optax", "tqdm"):
-        pytest.importorskip(package)
-
-
 def gone_on(tmp_path, name, ranks, first, rest, fields, atol):
     """Compares fields of a run at once on two ranks with those of runs that stop and go on: bit by bit on as many
     ranks, but for rounding on others. Returns the state of the first, and the series of each of the others."""

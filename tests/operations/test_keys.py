@@ -128,13 +128,6 @@ def test_the_same_on_all_ranks(comm):
         assert result["key"] == key
 
 
-def test_wait_after_keys(comm):
-    key = jax.random.key(1)
-    request = notoken.ibcast(key, 0, comm=comm)
-    result, later = jax.jit(lambda request, key: notoken.wait(request, after=key))(request, key)
-    assert result == later == key
-
-
 def test_requests_of_keys_in_control_flow(comm, rank):
     """A request knows that it is of a key, through a loop and a branch."""
 

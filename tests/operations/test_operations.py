@@ -196,25 +196,6 @@ def test_pytree_of_which_some_leaves_are_mapped(comm, rank, size):
     assert result["c"] == total
 
 
-def test_pytree_sendrecv(comm, rank, size):
-    left, right = (rank - 1) % size, (rank + 1) % size
-    sent = {"a": jnp.full(3, rank), "b": [jnp.full((2, 2), 10.0 * rank)]}
-    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sent)
-    result = notoken.sendrecv(sent, template, left, right)
-    np.testing.assert_array_equal(result["a"], np.full(3, left))
-    np.testing.assert_array_equal(result["b"][0], np.full((2, 2), 10.0 * left))
-
-
-@pytest.mark.ranks(2)
-def test_pytree_send_recv(rank):
-    if rank == 0:
-        notoken.send((jnp.arange(3), jnp.float32(7)), 1, tag=4)
-    elif rank == 1:
-        a, b = notoken.recv((jnp.zeros(3, int), jnp.float32(0)), 0)
-        np.testing.assert_array_equal(a, np.arange(3))
-        assert b == 7
-
-
 def test_barrier(comm, rank, size, tmp_path):
     """Nobody leaves before the last one, which leaves a file, has come; it gives the others time to leave too early."""
     file = comm.bcast(tmp_path, root=size - 1) / "came"

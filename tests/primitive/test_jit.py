@@ -1,7 +1,6 @@
 """jaxmpi.jit: the meaning of jax.jit, the same order, and mixtures of jax.jit, jaxmpi.jit and eager calls."""
 
 import copy
-import functools
 import gc
 import inspect
 import pickle
@@ -68,30 +67,35 @@ def test_arguments(rank, size):
         g()
 
 
-def test_decorator():
+@jaxmpi.jit
+def plain(x):
+    """Its words."""
+    return notoken.allreduce(x, MPI.MAX)
+
+
+class Model:
+    scale = 2
+
     @jaxmpi.jit
-    def plain(x):
-        """Its words."""
+    def run(x):
         return notoken.allreduce(x, MPI.MAX)
 
-    assert plain.__name__ == "plain"
-    assert plain.__doc__ == "Its words."
+    @jaxmpi.jit(static_argnums=0)
+    def method(self, x):
+        return notoken.allreduce(x * self.scale, MPI.MAX)
+
+
+def test_decorator():
+    """What it makes is like a function, and a method."""
     assert plain(jnp.float32(3)) == 3
-    assert "_allreduce" in plain.lower(jnp.float32(3)).as_text()
-
-    class Model:
-        scale = 2
-
-        @jaxmpi.jit
-        def run(x):
-            return notoken.allreduce(x, MPI.MAX)
-
-        @jaxmpi.jit(static_argnums=0)
-        def method(self, x):
-            return notoken.allreduce(x * self.scale, MPI.MAX)
-
     assert Model.run(jnp.float32(3)) == 3
     assert Model().method(jnp.float32(3)) == 6
+    assert (plain.__name__, plain.__doc__) == ("plain", "Its words.")
+    assert "method" in repr(Model.method)
+    assert list(inspect.signature(Model.method).parameters) == ["self", "x"]
+    assert "_allreduce" in plain.lower(jnp.float32(3)).as_text()
+    assert pickle.loads(pickle.dumps(plain)) is plain
+    assert copy.deepcopy(plain) is plain
 
 
 def test_without_communication():
@@ -140,29 +144,6 @@ def test_other_effects(size):
         assert f(jnp.full(2, float(i)))[0] == i * size
     jax.effects_barrier()
     assert seen == [0.0, size, 2.0 * size]
-
-
-def slow(x):
-    y = lax.fori_loop(0, 10, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
-    return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
-
-
-def test_jit_and_eager_calls_in_turn(rank, size):
-    """jax.jit, jaxmpi.jit and eager calls in turn, some of them still computing when the next is dispatched."""
-    left, right = (rank - 1) % size, (rank + 1) % size
-    ways = [jax.jit, jaxmpi.jit, lambda f: f]
-    slowly = [way(slow) for way in ways]
-    ring = [way(lambda x: notoken.sendrecv(x, x, left, right)) for way in ways]
-    gather = [way(notoken.allgather) for way in ways]
-    results = []
-    for i in range(9):
-        a, b, c = (i * 7) % 3, (i * 5 + 1) % 3, (i * 11 + i // 3) % 3
-        x = jnp.float64(i + rank)
-        results.append((slowly[a](jnp.float64(i)), ring[b](x), gather[c](x)))
-    for i, (a, b, c) in enumerate(results):
-        assert a == i * size
-        assert b == i + left
-        np.testing.assert_array_equal(c, i + np.arange(size))
 
 
 @pytest.mark.ranks(2)
@@ -259,18 +240,6 @@ def test_compile_time_eval(rank, size):
     np.testing.assert_array_equal(f(jnp.ones(3)), size * np.arange(3.0) + 1)
 
 
-def test_debug_nans(size):
-    """JAX repeats what has made a NaN, operation by operation; communication is not repeated, the error is the same."""
-    f = jaxmpi.jit(lambda x: notoken.allreduce(x / x, MPI.SUM))
-    jax.config.update("jax_debug_nans", True)
-    try:
-        with pytest.raises(FloatingPointError):
-            f(jnp.zeros(3)).block_until_ready()
-    finally:
-        jax.config.update("jax_debug_nans", False)
-    np.testing.assert_array_equal(f(jnp.ones(3)), np.full(3, float(size)))
-
-
 @pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
@@ -328,13 +297,12 @@ def test_in_place(threshold, monkeypatch, rank, size):
     np.testing.assert_array_equal(x, np.full(3, rank + 1.0))
 
 
-@pytest.mark.parametrize("threshold", [1, pytest.param(1 << 60, marks=pytest.mark.nightly)], ids=["large", "small"])
-def test_bcast_in_place(threshold, monkeypatch, rank):
+def test_bcast_in_place(monkeypatch, rank):
     """Root's array is handed through where nobody needs it afterwards, and only there. Elsewhere it is copied, so that
     nothing is computed of it before it is sent."""
     from jaxmpi._primitive import jit
 
-    monkeypatch.setattr(jit, "_COPY_BYTES", threshold)
+    monkeypatch.setattr(jit, "_COPY_BYTES", 1)
 
     def of_root(x):
         return notoken.bcast(x, 0)
@@ -345,11 +313,11 @@ def test_bcast_in_place(threshold, monkeypatch, rank):
         "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, lambda x: 6 * x, False),
         "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), lambda x: 8 * x, True),
         "while": (
-            lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)),
-            lambda x: 128,
+            lambda x: lax.while_loop(lambda v: v[0] < 9, lambda v: of_root(v) * 2, of_root(x)),
+            lambda x: 16,
             True,
         ),
-        "kept by the loop": (
+        "kept by a loop": (
             lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x),
             lambda x: rank + 4 * x,
             False,
@@ -471,34 +439,6 @@ def test_error_of_an_operand_is_not_kept(rank, size):
                 with pytest.raises(Exception, match="no value"):
                     jax.block_until_ready(alone(failing(jnp.ones(elements))))
                 np.testing.assert_allclose(total(jnp.ones(elements)), size)
-
-
-class Model:
-    """What jitted methods are used like."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    @functools.partial(jaxmpi.jit, static_argnums=0)
-    def total(self, x):
-        """Adds."""
-        return notoken.allreduce(self.factor * x, MPI.SUM)
-
-
-@jaxmpi.jit
-def by_name(x):
-    return notoken.allreduce(x, MPI.SUM)
-
-
-def test_is_like_a_function(size):
-    model = Model(3)
-    np.testing.assert_allclose(model.total(jnp.ones(2)), 3 * size)
-    assert Model.total.__doc__ == "Adds."
-    assert Model.total.__name__ == "total"
-    assert "total" in repr(Model.total)
-    assert list(inspect.signature(Model.total).parameters) == ["self", "x"]
-    assert pickle.loads(pickle.dumps(by_name)) is by_name
-    assert copy.deepcopy(by_name) is by_name
 
 
 def test_functions_are_not_kept(size):

@@ -22,9 +22,10 @@ import jaxmpi
 from jaxmpi._mpi import communicators
 from jaxmpi._unstructured import ghosts
 from jaxmpi._unstructured.connections import Connections
-from support import drawing
+from support.derivatives import needs_new_jax
+from support.divided import WAYS, derivatives, on_first_ranks, total
 from support.rows import each
-from support.table import NEW_JAX, draw, dtype_of
+from support.table import draw, dtype_of
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GHOSTS", "16"))
 DTYPES = ["float32", "float64", "int32", "bool", "complex64", "bfloat16", "complex128", "uint8", "float8_e5m2", "int64"]
@@ -34,8 +35,6 @@ COMBINED = {
     "MAX": ["float32", "float64", "bfloat16", "float16", "bool", "int8", "uint16", "int32", "uint64", "int64"],
 }
 COMBINED["MIN"] = COMBINED["MAX"]
-WAYS = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
-derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,13 @@ class Case:
     starts: bool
     seed: int
 
+    @property
+    def ranks(self):
+        return self.map.ranks
+
+    def exchange(self, local, fields):
+        return jaxmpi.notoken.wait(local.start(fields)) if self.starts else local.exchange(fields)
+
     def blocks(self, seed):
         """The arrays of all ranks."""
         return [
@@ -173,33 +179,24 @@ def each_field(blocks, of):
     return [list(its) for its in zip(*[of(list(field)) for field in zip(*blocks, strict=True)], strict=True)]
 
 
-def check_exchange(case, local):
+def check_values(case, local, call, of):
     blocks = case.blocks(0)
     mine = list(map(jnp.asarray, blocks[local.rank]))
-
-    def call(fields):
-        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
-
     results = WAYS[case.way](call)(mine)
-    right = each_field(blocks, case.map.exchanged)[local.rank]
-    for found, expected, operand, before in zip(results, right, mine, blocks[local.rank], strict=True):
+    for found, expected, operand, before in zip(
+        results, each_field(blocks, of)[local.rank], mine, blocks[local.rank], strict=True
+    ):
         equal(found, expected, case)
         equal(operand, before, case)
+
+
+def check_exchange(case, local):
+    check_values(case, local, lambda fields: case.exchange(local, fields), case.map.exchanged)
 
 
 def check_accumulate(case, local):
-    blocks = case.blocks(0)
-    mine = list(map(jnp.asarray, blocks[local.rank]))
-    results = WAYS[case.way](lambda fields: local.accumulate(fields, getattr(MPI, case.op)))(mine)
-    right = each_field(blocks, lambda field: case.map.accumulated(field, case.op))[local.rank]
-    for found, expected, operand, before in zip(results, right, mine, blocks[local.rank], strict=True):
-        equal(found, expected, case)
-        equal(operand, before, case)
-
-
-def total(comm, xs, ys):
-    wide = lambda x: np.asarray(x).astype(np.complex128)  # noqa: E731
-    return comm.allreduce(complex(sum(np.sum(wide(x) * wide(y)) for x, y in zip(xs, ys, strict=True))))
+    accumulate = lambda fields: local.accumulate(fields, getattr(MPI, case.op))  # noqa: E731
+    check_values(case, local, accumulate, lambda field: case.map.accumulated(field, case.op))
 
 
 def check_derivatives(case, local):
@@ -207,17 +204,10 @@ def check_derivatives(case, local):
     primals, tangents, cotangents = (case.blocks(seed) for seed in range(3))
     here = lambda blocks: list(map(jnp.asarray, blocks[local.rank]))  # noqa: E731
 
-    def exchange(fields):
-        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
+    exchange = partial(case.exchange, local)
 
-    def everything(primals, tangents, cotangents):
-        found = []
-        for call in (exchange, local.accumulate):
-            _, forward = jax.jvp(call, (primals,), (tangents,))
-            pullback = jax.vjp(call, primals)[1]
-            (again,) = jax.vjp(lambda cts, pullback=pullback: pullback(cts)[0], cotangents)[1](tangents)
-            found.append((forward, pullback(cotangents)[0], again))
-        return found
+    def everything(*given):
+        return [derivatives(call)(*given) for call in (exchange, local.accumulate)]
 
     ways = (case.map.exchanged, case.map.accumulated), (case.map.accumulated, case.map.exchanged)
     results = WAYS[case.way](everything)(here(primals), here(tangents), here(cotangents))
@@ -241,9 +231,7 @@ def check_batches(case, local):
         where.append(axis if mapped else None)
         rights.append([[blocks[i] for blocks in (second if j and mapped else first)] for j in range(2)])
 
-    def exchange(fields):
-        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
-
+    exchange = partial(case.exchange, local)
     accumulate = lambda fields: local.accumulate(fields, getattr(MPI, case.op))  # noqa: E731
     mapped = [jax.vmap(lambda *fields, call=call: call(list(fields)), tuple(where)) for call in (exchange, accumulate)]
     outs = WAYS[case.way](lambda *ins: [call(*ins) for call in mapped])(*ins)
@@ -254,16 +242,7 @@ def check_batches(case, local):
 
 
 def run_cases(comm, strategy, check, examples):
-    def together(case):
-        part = comm.Split(0 if comm.rank < case.map.ranks else MPI.UNDEFINED)
-        try:
-            if comm.rank < case.map.ranks:
-                check(case, Local(case.map, part))
-        finally:
-            if comm.rank < case.map.ranks:
-                part.Free()
-
-    drawing.on_all_ranks(comm, strategy, together, examples)
+    on_first_ranks(comm, strategy, lambda case, part: check(case, Local(case.map, part)), examples)
 
 
 @pytest.mark.seconds(600)
@@ -276,7 +255,7 @@ def test_random_accumulations(comm, size):
     run_cases(comm, cases(size, None), check_accumulate, EXAMPLES)
 
 
-@derivatives
+@needs_new_jax
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm, size):
     run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
@@ -316,72 +295,15 @@ def test_sums_are_in_the_order_of_the_ranks(comm, rank, size):
             equal(local.accumulate(jnp.asarray(blocks[rank])), right, f"{dtype} {turn}")
 
 
-@pytest.mark.parametrize("op", ["MAX", "MIN"])
-def test_nan_wins(comm, rank, size, op):
+def test_nan_wins(comm, rank, size):
     of = ring(size)
     local = Local(of, comm)
     blocks = [draw((len(of.rows(other)), 2), np.float32, other) for other in range(size)]
     for block in blocks:
         block[-1, 0] = np.nan
-    found = local.accumulate(jnp.asarray(blocks[rank]), getattr(MPI, op))
-    np.testing.assert_array_equal(found, of.accumulated(blocks, op)[rank])
-
-
-@derivatives
-def test_second_derivatives(comm, rank, size):
-    """Of the cubes of what is exchanged, times a weight on each rank, by Hessian-vector products."""
-    of = ring(size)
-    local = Local(of, comm)
-    xs, ws, vs = ([np.asarray(draw((len(of.rows(other)), 3), np.float64, other, seed)) for other in range(size)]
-                  for seed in range(3))  # fmt: skip
-
-    def loss(x):
-        return jnp.sum(ws[rank] * local.exchange(x) ** 3)
-
-    ex, ev = of.exchanged(xs), of.exchanged(vs)
-    gradient = of.accumulated([3 * w * x**2 for w, x in zip(ws, ex, strict=True)])[rank]
-    product = of.accumulated([6 * w * x * v for w, x, v in zip(ws, ex, ev, strict=True)])[rank]
-    x, v = jnp.asarray(xs[rank]), jnp.asarray(vs[rank])
-    product_of = lambda x, v: jax.jvp(jax.grad(loss), (x,), (v,))[1]  # noqa: E731
-    again = jax.grad(lambda x, v: jnp.vdot(jax.grad(loss)(x), v))
-    found = jax.jit(lambda x, v: (jax.grad(loss)(x), product_of(x, v), again(x, v)))(x, v)
-    for one, right in zip(found, (gradient, product, product), strict=True):
-        np.testing.assert_array_equal(one, right)
-    hessian = jax.eval_shape(jax.hessian(lambda x: jnp.sum(local.accumulate(x) ** 2)), x)
-    assert hessian.shape == x.shape * 2
-
-
-@derivatives
-def test_in_loops(comm, rank, size):
-    """A walk on a ring, its gradient with and without checkpoints, by NumPy on all of it."""
-    of = ring(size, rows=5, reach=1)
-    local = Local(of, comm)
-    rows, places = of.rows(rank), {index: at for at, index in enumerate(of.rows(rank))}
-    ahead = np.array([places[(index + 1) % of.size] for index in of.owned[rank]])
-    owned = len(of.owned[rank])
-
-    def step(x, _):
-        x = local.exchange(x)
-        return x.at[:owned].add(x[ahead]), None
-
-    def walked(x, body=step):
-        return jax.lax.scan(body, x, None, length=3)[0][:owned]
-
-    whole = np.random.default_rng(1).integers(0, 9, of.size).astype(np.float64)
-    x = jnp.asarray(whole[rows])
-    right = whole.copy()
-    for _ in range(3):
-        right = right + np.roll(right, -1)
-    np.testing.assert_array_equal(jax.jit(walked)(x), right[list(of.owned[rank])])
-    weights = np.random.default_rng(2).integers(0, 9, of.size).astype(np.float64)
-    back = weights.copy()
-    for _ in range(3):
-        back = back + np.roll(back, 1)
-    for body in (step, jax.checkpoint(step)):
-        loss = lambda x, body=body: jnp.vdot(walked(x, body), weights[list(of.owned[rank])])  # noqa: E731
-        gradient = jax.jit(jax.grad(loss))(x)
-        np.testing.assert_array_equal(gradient[:owned], back[list(of.owned[rank])])
-        np.testing.assert_array_equal(gradient[owned:], 0)
+    for op in ("MAX", "MIN"):
+        found = local.accumulate(jnp.asarray(blocks[rank]), getattr(MPI, op))
+        np.testing.assert_array_equal(found, of.accumulated(blocks, op)[rank])
 
 
 def test_long_rows_and_many_of_them(comm, rank, size):
@@ -482,7 +404,7 @@ def test_bad_calls(comm):
     each(BAD, check, lambda row: row[2])
 
 
-@derivatives
+@needs_new_jax
 def test_extrema_have_no_derivative(comm, rank, size):
     of = ring(size)
     local = Local(of, comm)
@@ -494,7 +416,7 @@ def test_extrema_have_no_derivative(comm, rank, size):
     np.testing.assert_array_equal(counted, 1)
 
 
-@derivatives
+@needs_new_jax
 @pytest.mark.parametrize("op", ["MAX", "MIN"])
 def test_extrema_of_what_is_stopped_are_constants(op, comm, rank, size):
     """As in a softmax over the edges of a graph, whose largest numbers have no derivative by construction."""

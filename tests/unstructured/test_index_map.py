@@ -6,7 +6,6 @@ hypothesis draws on rank 0 which rows there are, who owns them, and who reads wh
 import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
+from jaxmpi._mpi import clones
 from jaxmpi._unstructured import directory, messages
 from jaxmpi._unstructured.lookup import Lookup
-from support import drawing
-from support.launch import launch
+from support.divided import on_first_ranks
 from support.rows import each
 from support.table import NEW_JAX
 
@@ -79,20 +78,6 @@ def cases(draw, size):
     return Case(tuple(map(tuple, owned)), tuple(map(tuple, ghosts)), draw(st.booleans()))
 
 
-def on_ranks(comm, strategy, check, examples):
-    """Calls `check(case, part)`, where `part` has as many ranks as the case is of."""
-
-    def together(case):
-        part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
-        if comm.rank < case.ranks:
-            try:
-                check(case, part)
-            finally:
-                part.Free()
-
-    drawing.on_all_ranks(comm, strategy, together, examples)
-
-
 def check_map(case, comm):
     made = case.map(comm)
     rank, owner = comm.rank, case.owner()
@@ -126,7 +111,7 @@ def check_connections(case, comm, connections):
 
 @pytest.mark.seconds(300)
 def test_random_index_sets(comm, size):
-    on_ranks(comm, cases(size), check_map, EXAMPLES)
+    on_first_ranks(comm, cases(size), check_map, EXAMPLES)
 
 
 @pytest.mark.seconds(300)
@@ -143,7 +128,7 @@ def test_random_equality(comm, size):
             owned.append(next(i for i in range(len(case.owner()) + 1) if i not in case.owner()))
         assert made != jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part)
 
-    on_ranks(comm, cases(size), check, EXAMPLES // 4)
+    on_first_ranks(comm, cases(size), check, EXAMPLES // 4)
 
 
 def check_gather(case, comm):
@@ -189,7 +174,7 @@ def check_gather(case, comm):
 
 @pytest.mark.seconds(300)
 def test_random_gathers(comm, size):
-    on_ranks(comm, cases(size), check_gather, EXAMPLES // 8)
+    on_first_ranks(comm, cases(size), check_gather, EXAMPLES // 8)
 
 
 def test_what_cannot_be_gathered(comm, rank, size):
@@ -234,7 +219,7 @@ def test_random_ghosts_without_owner(comm, size):
         total = sum(i in lost for rank in range(part.size) for i in case.of(rank))
         assert (f"and {total - 5} more" in text) == (total > 5), text
 
-    on_ranks(comm, cases(size), check, EXAMPLES // 2)
+    on_first_ranks(comm, cases(size), check, EXAMPLES // 2)
 
 
 @pytest.mark.seconds(300)
@@ -250,19 +235,7 @@ def test_random_rows_owned_twice(comm, size):
         text = check_raised(part, lambda: jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part))
         assert f"owned twice: {row} (by ranks {min(first, second)} and {max(first, second)})." in text
 
-    on_ranks(comm, cases(size), check, EXAMPLES // 2)
-
-
-@pytest.mark.nightly
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(400)
-def test_eight_ranks():
-    out = launch(
-        8, "-m", "pytest", "-q", Path(__file__).resolve(), "-k", "random", JAXMPI_TEST_MAPS="24", timeout=380
-    ).stdout
-    assert "passed" in out
-    assert "failed" not in out
+    on_first_ranks(comm, cases(size), check, EXAMPLES // 2)
 
 
 def ring(comm):
@@ -426,9 +399,9 @@ def test_communicators(comm, rank, size):
     made = jaxmpi.IndexMap(owned, ghosts, comm=part)
     assert made.comm is part
     assert made != jaxmpi.IndexMap(owned, ghosts, comm=comm)
-    clones = [part.Get_attr(key) for key in [_key_of_clones()]]
+    clone = part.Get_attr(clones._attribute())
     part.Free()
-    assert clones[0] == MPI.COMM_NULL
+    assert clone == MPI.COMM_NULL
     with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL"):
         jaxmpi.IndexMap(owned, ghosts, comm=part)
     with pytest.raises(TypeError, match="comm must be an mpi4py communicator"):
@@ -439,12 +412,6 @@ def test_communicators(comm, rank, size):
     reversed_.Free()
     alone = jaxmpi.IndexMap([3, 1], [1, 3], comm=MPI.COMM_SELF)
     assert alone.sizes == (2, 0)
-
-
-def _key_of_clones():
-    from jaxmpi._mpi import clones
-
-    return clones._attribute()
 
 
 def test_topologies(comm, size):
@@ -660,13 +627,10 @@ def test_ranks_that_differ_about_owners(other, comm, rank):
 
 
 @pytest.mark.seconds(300)
-@pytest.mark.parametrize("way", [pytest.param("consecutive", marks=pytest.mark.nightly), "drawn"])
-def test_many_rows(way, comm, rank, size):
+def test_many_rows(comm, rank, size):
     """A hundred thousand on each rank that it owns, as many ghosts among all rows."""
     count = 100_000
-    index = np.arange(count * size)
-    if way == "drawn":
-        index = np.random.default_rng(0).permutation(index) * 7
+    index = np.random.default_rng(0).permutation(count * size) * 7
     owned = index[count * rank : count * (rank + 1)]
     chosen = np.random.default_rng(rank + 1).integers(0, index.size, count)
     made = jaxmpi.IndexMap(owned, index[chosen])
@@ -710,7 +674,7 @@ def test_random_exchanges(comm, size):
         copies = [1 + sum(row in case.of(rank) for rank in range(part.size)) for row in made.owned.tolist()]
         np.testing.assert_array_equal(added, np.repeat([*copies, *[0] * made.sizes[1]], 2).reshape(-1, 2))
 
-    on_ranks(comm, cases(size), check, EXAMPLES // 4)
+    on_first_ranks(comm, cases(size), check, EXAMPLES // 4)
 
 
 @pytest.mark.parametrize("name", ["random", "empty"])
