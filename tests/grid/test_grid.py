@@ -26,8 +26,8 @@ from jaxmpi import notoken
 from jaxmpi._grid import arguments as grid_arguments
 from jaxmpi._grid import grid as grids
 from jaxmpi._grid import halos as cells
-from support.divided import WAYS, derivatives, on_first_ranks, shape_of, some_processes, total
-from support.rows import each, rows
+from support.divided import WAYS, derivatives, for_each, on_first_ranks, shape_of, some_processes, total
+from support.rows import each
 from support.table import NEW_JAX, draw, dtype_of
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
@@ -45,11 +45,6 @@ DTYPES = [
 ]
 SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
 RULES = [None, "edge", "reflect", "symmetric", 0, 1]
-
-
-def one_number(*digits):
-    """For a rank in `draw`."""
-    return sum(digit * 1000**i for i, digit in enumerate(digits))
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,8 @@ class Case:
         return shape_of(own, field.others, self.trailing)
 
     def data(self, field, at, seed):
-        return draw(self.shape(field, at), dtype_of(field.dtype), one_number(seed, *at), self.seed)
+        number = sum(digit * 1000**i for i, digit in enumerate((seed, *at)))
+        return draw(self.shape(field, at), dtype_of(field.dtype), number, self.seed)
 
     def given(self, at, seed):
         """The fields of this process."""
@@ -406,44 +402,28 @@ def check_planes(case, grid):
         assert total(grid.comm, ys, weights) == total(grid.comm, xs, backward), case
 
 
-def run_cases(comm, strategy, check, examples):
+RANDOM = {
+    "values": (check_values, DTYPES, 1),
+    "derivatives": (check_derivatives, SUMMED, 3),
+    "accumulations": (check_accumulate, [*SUMMED, "int32", "uint8"], 2),
+    "batches": (check_batches, DTYPES, 3),
+    "whole arrays": (check_whole, DTYPES, 3),
+    "planes": (check_planes, DTYPES, 4),
+}
+"""Of each check the dtypes, and which part of the examples it gets."""
+
+
+@pytest.mark.seconds(600)
+@for_each(RANDOM)
+def test_random(what, comm, size):
+    check, dtypes, part = RANDOM[what]
+
     def checked(case, part):
         _wrong.clear()
         check(case, case.grid(part))
         assert not _wrong, _wrong[0]
 
-    on_first_ranks(comm, strategy, checked, examples)
-
-
-@pytest.mark.seconds(600)
-def test_random_geometries(comm, size):
-    run_cases(comm, cases(size), check_values, EXAMPLES)
-
-
-@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-@pytest.mark.seconds(600)
-def test_random_derivatives(comm, size):
-    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
-
-
-@pytest.mark.seconds(600)
-def test_random_accumulations(comm, size):
-    run_cases(comm, cases(size, [*SUMMED, "int32", "uint8"]), check_accumulate, EXAMPLES // 2)
-
-
-@pytest.mark.seconds(600)
-def test_random_batches(comm, size):
-    run_cases(comm, cases(size), check_batches, EXAMPLES // 3)
-
-
-@pytest.mark.seconds(600)
-def test_random_whole_arrays(comm, size):
-    run_cases(comm, cases(size), check_whole, EXAMPLES // 3)
-
-
-@pytest.mark.seconds(600)
-def test_random_planes(comm, size):
-    run_cases(comm, cases(size), check_planes, EXAMPLES // 4)
+    on_first_ranks(comm, cases(size, dtypes), checked, EXAMPLES // part)
 
 
 # --- what a grid is --------------------------------------------------------------------------------------------------
@@ -578,27 +558,17 @@ BEGINNINGS = [
 ]
 
 
-def words_of(row):
-    return row[1]
-
-
-def raises(call, given, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        call(given)
-
-
 @pytest.mark.alone
-@rows("cases", BAD_CALLS, ids=words_of)
-def test_bad_calls(cases):
+def test_bad_calls():
+    """Errors begin with what was called, and say what is wrong."""
     grid = jaxmpi.Grid(1, 8, periodic=True)
-    each(cases, lambda row: raises(row[0], grid, re.escape(row[1])), words_of)
+    beginnings = [(call, f"^{re.escape(name)}: .*{words}") for name, words, call in BEGINNINGS]
 
+    def check(row):
+        with pytest.raises((ValueError, TypeError), match=row[1]):
+            row[0](grid)
 
-@pytest.mark.alone
-@rows("cases", BEGINNINGS, ids=lambda row: f"{row[0]}: {row[1]}")
-def test_errors_begin_with_what_was_called(cases):
-    grid = jaxmpi.Grid(1, 8, periodic=True)
-    each(cases, lambda row: raises(row[2], grid, rf"^{re.escape(row[0])}: .*{row[1]}"), lambda row: row[:2])
+    each([*((call, re.escape(words)) for call, words in BAD_CALLS), *beginnings], check, lambda row: row[1])
 
 
 def test_copies(comm, size):
@@ -914,15 +884,3 @@ def test_equal_facts_have_one_signature():
         Field((0,), (), (False,), usual, ((1, None),), "y"),
     ]
     assert len({plans.signature("exchange", field, 2) for field in [fields[0], *others]}) == 6
-
-
-@pytest.mark.ranks(2)
-def test_byte_order_of_one_rank():
-    """Loaders of files give arrays whose dtype names the byte order: such a rank exchanges with others."""
-    grid = jaxmpi.Grid(jaxmpi.Grid((0,)).processes, (2 * MPI.COMM_WORLD.size,), periodic=True)
-    dtype = np.dtype(np.int16).newbyteorder("<") if MPI.COMM_WORLD.rank == 0 else np.dtype(np.int16)
-    x = jnp.asarray(np.full((3, 4), MPI.COMM_WORLD.rank, dtype))
-    found = np.asarray(grid.exchange(x, 1))
-    left, right = ((MPI.COMM_WORLD.rank + step) % MPI.COMM_WORLD.size for step in (-1, 1))
-    assert found[:, 0].tolist() == [left] * 3
-    assert found[:, 3].tolist() == [right] * 3

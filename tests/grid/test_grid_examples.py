@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support import examples
-from support.examples import assert_same, run_on_each
+from support.examples import assert_same, run, run_on_each
 
 RANKS = examples.ranks()
 pytestmark = examples.MARKS
@@ -37,10 +37,7 @@ def test_poisson(tmp_path, dimensions, size, ranks):
     """u is the solution of a dense system; the gradient with respect to f is that of the same system."""
     arguments = ("--dimensions", str(dimensions), "--size", str(size))
     below = {f"Gradient with respect to {x}: relative error ": 1e-6 for x in "fk"}
-    outs, states = run_on_each(tmp_path, "poisson_cg", ranks, *arguments, below=below)
-    for n, out in zip(ranks, outs, strict=True):
-        assert f"{n} processes, misfit " in out
-    assert_same(states, 1e-10)
+    _, states = run_on_each(tmp_path, "poisson_cg", ranks, *arguments, alike=1e-10, below=below)
 
     state, shape = states[0], (size,) * dimensions
     assert state["u"].shape == state["k"].shape == shape
@@ -57,12 +54,10 @@ def test_poisson(tmp_path, dimensions, size, ranks):
 @pytest.mark.nightly
 def test_heat_inverse(tmp_path):
     arguments = ("--size", "13", "--iterations", "8")
-    outs, states = run_on_each(tmp_path, "heat_inverse", RANKS, *arguments, below={})
-    for n, out in zip(RANKS, outs, strict=True):
-        assert f"{n} processes, loss " in out
+    outs, states = run_on_each(tmp_path, "heat_inverse", RANKS, *arguments, alike=1e-9)
+    for out in outs:
         before, after = map(float, re.search(r"Relative error of k: (\S+) before, (\S+) after", out).groups())
         assert after < before
-    assert_same(states, 1e-9)
     losses = states[0]["losses"]
     assert losses.shape == (8,)
     assert losses[-1] < 0.8 * losses[0]
@@ -76,10 +71,7 @@ def test_spectral(tmp_path, dimensions, size, ranks):
     """Against NumPy's transforms, which the example uses as a witness, and against another number of ranks."""
     arguments = ("--dimensions", str(dimensions), "--size", str(size), "--steps", "12")
     below = {"Transform.*: .* error ": 1e-13, "Final state.*: .* error ": 1e-12, "Gradient.*: relative error ": 1e-5}
-    outs, states = run_on_each(tmp_path, "spectral", ranks, *arguments, below=below)
-    for n, out in zip(ranks, outs, strict=True):
-        assert f"{n} processes, final energy " in out
-    assert_same(states, 1e-11)
+    _, states = run_on_each(tmp_path, "spectral", ranks, *arguments, alike=1e-11, below=below)
     assert np.ptp(states[0]["end"]) > 0.2
     assert np.abs(states[0]["gradient"]).max() > 0
 
@@ -89,8 +81,7 @@ def test_poisson_fft(tmp_path, dimensions):
     """Transforms and conjugate gradients give the same pressure, on any number of ranks; no divergence is left."""
     arguments = ("--dimensions", str(dimensions), "--size", "14")
     below = {".*relative difference ": 1e-9, ".*relative to that before: ": 1e-11}
-    _, states = run_on_each(tmp_path, "poisson_fft", RANKS, *arguments, below=below)
-    assert_same(states, 1e-9)
+    run_on_each(tmp_path, "poisson_fft", RANKS, *arguments, alike=1e-9, below=below)
 
 
 @pytest.mark.nightly
@@ -99,19 +90,18 @@ def test_turbulence(tmp_path, case):
     arguments = ("--case", case, "--size", "20", "--steps", "24")
     below = {".*viscosity: relative error ": 1e-5, ".*beside forward mode: ": 1e-10}
     below |= {".*formula: relative error ": 1e-9} if case == "taylor-green" else {}
-    _, states = run_on_each(tmp_path, "turbulence", RANKS, *arguments, below=below)
-    assert_same(states, 1e-9)
+    _, states = run_on_each(tmp_path, "turbulence", RANKS, *arguments, alike=1e-9, below=below)
     assert np.ptp(states[0]["w"]) > 0.5
 
 
 def test_overlap(tmp_path):
     """With and without overlap, on any number of ranks; heat is neither made nor lost."""
     arguments = ("--size", "99", "103", "--steps", "5", "--turns", "3", "--save")
-    outs, states = run_on_each(tmp_path, "overlap", RANKS, *arguments, below={})
+    outs, states = zip(*(run(tmp_path, "overlap", n, *arguments) for n in RANKS), strict=True)
+    assert_same(states, 1e-12)
     for out in outs:
         assert re.search(r"^without overlap: +[0-9.]+ ms per step\nwith overlap: +[0-9.]+ ms per step\n", out), out
         assert "The numbers are identical.\n" in out
-    assert_same(states, 1e-12)
     u = states[0]["u"]
     assert u.shape == (99, 103)
     assert 0.1 < np.ptp(u) < 1

@@ -3,7 +3,6 @@
 hypothesis draws two divisions of the same array among some ranks; data are small integers, so that sums are exact.
 """
 
-import math
 import os
 from dataclasses import dataclass
 
@@ -18,8 +17,16 @@ from jaxmpi._grid.divisions import Division, Redistribution, _plan, best_divisio
 from jaxmpi._grid.halos import Layout
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.library import CONSTANTS
-from support.derivatives import needs_new_jax
-from support.divided import WAYS, derivatives, on_first_ranks, shape_of, some_blocks, some_processes, total
+from support.divided import (
+    WAYS,
+    Divisions,
+    derivatives,
+    for_each,
+    on_first_ranks,
+    some_divisions,
+    some_processes,
+    total,
+)
 from support.rows import each
 from support.table import draw, dtype_of
 
@@ -29,49 +36,16 @@ SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"
 
 
 @dataclass(frozen=True)
-class Field:
-    dtype: str
-    staggered: tuple[bool, ...]
-    others: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Case:
-    blocks: tuple[tuple[tuple[int, ...], ...], ...]
-    """Of source and target, along each axis the cells of each process."""
-    widths: tuple[tuple[tuple[int, int], ...], ...]
-    trailing: bool
-    """The axes that are not the grids' come last."""
-    fields: tuple[Field, ...]
+class Case(Divisions):
     way: str
     starts: bool
     """Started and waited for."""
-    seed: int
-
-    @property
-    def ranks(self):
-        return math.prod(map(len, self.blocks[0]))
-
-    @property
-    def axes(self):
-        return tuple(range(len(self.blocks[0]))) if self.trailing else None
 
     def grids(self, comm):
-        return [jaxmpi.Grid(tuple(map(len, blocks)), blocks, comm=comm) for blocks in self.blocks]
+        return [self.grid(which, comm) for which in (0, 1)]
 
     def whole(self, field, seed):
-        sizes = [sum(blocks) + extra for blocks, extra in zip(self.blocks[0], field.staggered, strict=True)]
-        return draw(shape_of(sizes, field.others, self.trailing), dtype_of(field.dtype), seed, self.seed)
-
-    def block(self, which, field, at, whole, halo):
-        """The block of the process `at` these coordinates, cut from the global array, in a halo of one value."""
-        index = []
-        for place, blocks, extra in zip(at, self.blocks[which], field.staggered, strict=True):
-            start = sum(blocks[:place])
-            index.append(slice(start, start + blocks[place] + extra))
-        cut = whole[shape_of(index, [slice(None)] * len(field.others), self.trailing)]
-        pads = shape_of(self.widths[which], [(0, 0)] * len(field.others), self.trailing)
-        return np.pad(cut, pads, constant_values=halo)
+        return draw(self.shape(field), dtype_of(field.dtype), seed, self.seed)
 
     def call(self, grids, fields, back=False):
         source, target = grids[::-1] if back else grids
@@ -83,32 +57,12 @@ class Case:
 
 
 @st.composite
-def cases(draw, size, dtypes=DTYPES, staggered=True):
+def cases(draw, size, dtypes=DTYPES):
     ranks = draw(st.integers(1, size))
     dimensions = draw(st.integers(1, 4 if ranks > 1 else 2))
-    shape = [draw(st.integers(0 if dimensions > 1 else 1, 7)) for _ in range(dimensions)]
-    divisions, widths = [], []
-    for _ in range(2):
-        dims = draw(some_processes(ranks, dimensions))
-        divisions.append(tuple(draw(some_blocks(number, total)) for number, total in zip(dims, shape, strict=True)))
-        narrow = st.tuples(st.integers(0, 2), st.integers(0, 2))
-        none = draw(st.booleans())
-        widths.append(tuple((0, 0) if none else draw(narrow) for _ in shape))
-    field = st.builds(
-        Field,
-        st.sampled_from(dtypes),
-        st.tuples(*[st.booleans() if staggered and draw(st.booleans()) else st.just(False)] * dimensions),
-        st.lists(st.integers(0, 3), max_size=2).map(tuple),
-    )
-    return Case(
-        tuple(divisions),
-        tuple(widths),
-        draw(st.booleans()),
-        tuple(draw(st.lists(field, min_size=1, max_size=4))),
-        draw(st.sampled_from(list(WAYS))),
-        draw(st.booleans()),
-        draw(st.integers(0, 1000)),
-    )
+    dims = [draw(some_processes(ranks, dimensions)) for _ in range(2)]
+    fields = draw(some_divisions(dims, dtypes, empty=dimensions > 1))
+    return Case(**fields, way=draw(st.sampled_from(list(WAYS))), starts=draw(st.booleans()))
 
 
 def given_and_expected(case, grids, seed):
@@ -169,24 +123,18 @@ def check_batches(case, grids):
             equal(out[j], expected[j], case)
 
 
-def run_cases(comm, strategy, check, examples):
-    on_first_ranks(comm, strategy, lambda case, part: check(case, case.grids(part)), examples)
+RANDOM = {
+    "values": (check_values, DTYPES, 1),
+    "derivatives": (check_derivatives, SUMMED, 2),
+    "batches": (check_batches, DTYPES, 2),
+}
 
 
 @pytest.mark.seconds(600)
-def test_random_divisions(comm, size):
-    run_cases(comm, cases(size), check_values, EXAMPLES)
-
-
-@needs_new_jax
-@pytest.mark.seconds(600)
-def test_random_derivatives(comm, size):
-    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 2)
-
-
-@pytest.mark.seconds(600)
-def test_random_batches(comm, size):
-    run_cases(comm, cases(size), check_batches, EXAMPLES // 2)
+@for_each(RANDOM)
+def test_random(what, comm, size):
+    check, dtypes, part = RANDOM[what]
+    on_first_ranks(comm, cases(size, dtypes), lambda case, part: check(case, case.grids(part)), EXAMPLES // part)
 
 
 TURNED = ((2, 3), (4,)), ((5,), (3, 1))

@@ -52,10 +52,13 @@ def assert_same(states, tolerance):
         np.testing.assert_allclose(state[name], reference[name], rtol=0, atol=tolerance * size, err_msg=name)
 
 
-def run_on_each(folder, name, ranks, *arguments, below):
-    """What an example prints and saves on each of the numbers of ranks. The number behind each text of `below`, a
-    regular expression, must be smaller than what is said there."""
+def run_on_each(folder, name, ranks, *arguments, alike, below=()):
+    """What an example prints on each of the numbers of ranks, which it says, and the states that it saves, which are
+    `alike` to this tolerance. The number behind each text of `below`, a regular expression, is below that limit."""
     outs, states = zip(*(run(folder, name, n, *arguments) for n in ranks), strict=True)
-    for (n, out), (text, limit) in itertools.product(zip(ranks, outs, strict=True), below.items()):
-        assert float(re.search(rf"^{text}([^\s,]+)", out, re.M)[1]) < limit, f"{text} on {n} ranks: {out}"
+    for n, out in zip(ranks, outs, strict=True):
+        assert f"{n} processes" in out
+        for text, limit in dict(below).items():
+            assert float(re.search(rf"^{text}([^\s,]+)", out, re.M)[1]) < limit, f"{text} on {n} ranks: {out}"
+    assert_same(states, alike)
     return outs, states

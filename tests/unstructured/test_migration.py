@@ -339,7 +339,6 @@ def test_one_rank_has_too_little_room(short, way, rank, size):
 
 @pytest.mark.alone
 def test_wrong_arguments():
-    """Errors while tracing."""
     x, owner = jnp.arange(3.0), jnp.zeros(3, jnp.int32)
     for error, text, call in [
         (TypeError, "new_owner must be integers", lambda: jaxmpi.migrate(x, x)),

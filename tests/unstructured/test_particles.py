@@ -34,15 +34,11 @@ def test_particles(tmp_path):
         "Beside one process, after 100 steps: ": 1e-10,
         r"d energy / d temperature, over 20 steps: (?:relative error )?": 1e-5,
     }
-    outs, states = run_on_each(tmp_path, "particles", RANKS, *arguments, below=below)
+    outs, states = run_on_each(tmp_path, "particles", RANKS, *arguments, alike=4e-11, below=below)
     for n, out in zip(RANKS, outs, strict=True):
-        assert f"{n} processes, 196 particles, " in out
+        assert ", 196 particles, " in out
         moved = float(re.search(r"^Particles that another process has at the end: (\S+)", out, re.M)[1])
         assert (moved > 1) == (n > 1)
-    for state in states[1:]:
-        np.testing.assert_allclose(state["place"], states[0]["place"], rtol=0, atol=1e-9)
-        np.testing.assert_allclose(state["velocity"], states[0]["velocity"], rtol=0, atol=1e-9)
-        np.testing.assert_allclose(state["energies"], states[0]["energies"], rtol=1e-10)
     place, velocity, energies = (states[0][name] for name in ("place", "velocity", "energies"))
     expected = potential_energy(place, 14 / 0.35**0.5) + np.sum(velocity**2) / 2
     np.testing.assert_allclose(energies[-1], expected, rtol=1e-10)
