@@ -17,7 +17,9 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from jaxmpi._primitive import jit
 from jaxmpi._primitive.effect import EFFECT
+from support.rows import each
 
 
 def test_control_flow(size):
@@ -86,7 +88,6 @@ class Model:
 
 
 def test_decorator():
-    """What it makes is like a function, and a method."""
     assert plain(jnp.float32(3)) == 3
     assert Model.run(jnp.float32(3)) == 3
     assert Model().method(jnp.float32(3)) == 6
@@ -131,7 +132,6 @@ def test_transformed(size):
 
 
 def test_other_effects(size):
-    """Effects besides communication keep their meaning."""
     seen = []
 
     @jaxmpi.jit
@@ -146,26 +146,7 @@ def test_other_effects(size):
     assert seen == [0.0, size, 2.0 * size]
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("ways", [(jaxmpi.jit, jax.jit), (jax.jit, jaxmpi.jit), (jaxmpi.jit, jaxmpi.jit)])
-def test_blocking_pair(ways, rank):
-    """A send in one call, the receive in the next, of either kind: large enough to need its receiver."""
-    first, second = ways
-    x = jnp.full(50_000, float(rank))
-    if rank < 2:
-        send, receive = (lambda v: notoken.send(v, 1 - rank)), (lambda v: notoken.recv(v, 1 - rank))
-        for _ in range(5):
-            if rank == 0:
-                first(send)(x)
-                y = second(receive)(x)
-            else:
-                y = first(receive)(x)
-                second(send)(x)
-            assert y[0] == 1 - rank
-
-
 def test_two_threads(two_threads, rank, size):
-    """Two threads on two communicators, all kinds of calls in turn."""
 
     def work(part, seed):
         left, right = (rank - 1) % size, (rank + 1) % size
@@ -257,82 +238,79 @@ def test_barrier_after_error(way, rank, size):
     assert notoken.allreduce(1, MPI.SUM) == size
 
 
+def is_in_place(function, x, **options):
+    return "output_operand_alias" in jit._discharged_jit(function, options).lower(np.zeros(0, bool), x).as_text()
+
+
+def check_in_place(functions, given, place):
+    """Each function gives what is expected of `given(x)` and leaves its operand as it was; `place` says of the last
+    word of a row whether a result takes an operand's place."""
+
+    def check(name):
+        function, expected, spare = functions[name]
+        x = given()
+        np.testing.assert_array_equal(jaxmpi.jit(function)(x), np.full(3, expected))
+        np.testing.assert_array_equal(x, given())
+        assert is_in_place(function, x) == place(spare)
+
+    each(functions, check)
+
+
 @pytest.mark.parametrize("threshold", [1, 1 << 60], ids=["large", "small"])
 def test_in_place(threshold, monkeypatch, rank, size):
     """Results take the place of operands that nobody needs, and only those: an operand is never overwritten."""
-    from jaxmpi._primitive import jit
-
     monkeypatch.setattr(jit, "_COPY_BYTES", threshold)
-    total = size * (size + 1) / 2
+    total, own = size * (size + 1) / 2, rank + 1.0
+
+    def given():
+        return jnp.full(3, own)
 
     def sum_of(x):
         return notoken.allreduce(x, MPI.SUM)
 
-    def in_place(function, **options):
-        text = jit._discharged_jit(function, options).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
-        return "output_operand_alias" in text
-
-    constant = jnp.full(3, rank + 1.0)
+    constant = given()
     functions = {
-        "argument": (sum_of, lambda x: total, False),
-        "intermediate": (lambda x: sum_of(2 * x), lambda x: 2 * total, True),
-        "used later": (lambda x: sum_of(y := 2 * x) + y, lambda x: 2 * total + 2 * x, False),
-        "returned": (lambda x: (y := 2 * x, sum_of(y))[0], lambda x: 2 * x, False),
-        "constant": (lambda x: sum_of(constant) + x, lambda x: total + x, False),
-        "loop": (lambda x: lax.fori_loop(0, 2, lambda i, v: sum_of(v), x), lambda x: size * total, True),
+        "argument": (sum_of, total, False),
+        "intermediate": (lambda x: sum_of(2 * x), 2 * total, True),
+        "used later": (lambda x: sum_of(y := 2 * x) + y, 2 * total + 2 * own, False),
+        "returned": (lambda x: (y := 2 * x, sum_of(y))[0], 2 * own, False),
+        "constant": (lambda x: sum_of(constant) + x, total + own, False),
+        "loop": (lambda x: lax.fori_loop(0, 2, lambda i, v: sum_of(v), x), size * total, True),
     }
-    for name, (function, expected, spare) in functions.items():
-        x = jnp.full(3, rank + 1.0)
-        np.testing.assert_array_equal(jaxmpi.jit(function)(x), np.full(3, expected(rank + 1.0)), err_msg=name)
-        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
-        assert in_place(function) == (spare or threshold > 1), name
-    assert in_place(sum_of, donate_argnums=0)
-    x = jnp.full(3, rank + 1.0)
+    check_in_place(functions, given, lambda spare: spare or threshold > 1)
+    x = given()
+    assert is_in_place(sum_of, x, donate_argnums=0)
     np.testing.assert_array_equal(jaxmpi.jit(sum_of, donate_argnums=0)(x), np.full(3, total))
     assert x.is_deleted()
-    x = jnp.full(3, rank + 1.0)
-    for operation, expected in (("allreduce", total), ("scan", (rank + 1) * (rank + 2) / 2)):
+    x = given()
+    for operation, expected in (("allreduce", total), ("scan", own * (own + 1) / 2)):
         np.testing.assert_array_equal(getattr(notoken, operation)(x, MPI.SUM), np.full(3, expected))
-    np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else rank + 1.0))
-    np.testing.assert_array_equal(x, np.full(3, rank + 1.0))
+    np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else own))
+    np.testing.assert_array_equal(x, given())
 
 
 def test_bcast_in_place(monkeypatch, rank):
     """Root's array is handed through where nobody needs it afterwards, and only there. Elsewhere it is copied, so that
     nothing is computed of it before it is sent."""
-    from jaxmpi._primitive import jit
-
     monkeypatch.setattr(jit, "_COPY_BYTES", 1)
 
     def of_root(x):
         return notoken.bcast(x, 0)
 
     functions = {
-        "argument": (of_root, lambda x: x, False),
-        "intermediate": (lambda x: of_root(2 * x), lambda x: 2 * x, True),
-        "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, lambda x: 6 * x, False),
-        "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), lambda x: 8 * x, True),
-        "while": (
-            lambda x: lax.while_loop(lambda v: v[0] < 9, lambda v: of_root(v) * 2, of_root(x)),
-            lambda x: 16,
-            True,
-        ),
-        "kept by a loop": (
-            lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x),
-            lambda x: rank + 4 * x,
-            False,
-        ),
-        "call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(x * 2), lambda x: 2 * x + 1, True),
-        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, lambda x: 3 * x, False),
+        "argument": (of_root, 1, False),
+        "intermediate": (lambda x: of_root(2 * x), 2, True),
+        "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, 6, False),
+        "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), 8, True),
+        "while": (lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)), 128, True),
+        "kept by the loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x), rank + 4, False),
+        "call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(x * 2), 3, True),
+        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, 3, False),
     }
-    for name, (function, expected, spare) in functions.items():
-        x = jnp.full(3, rank + 1.0)
-        result = jaxmpi.jit(function)(x)
-        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
-        np.testing.assert_array_equal(result, np.full(3, expected(1.0)), err_msg=name)
-        text = jit._discharged_jit(function, {}).lower(np.zeros(0, bool), x).as_text()
-        assert ("output_operand_alias" in text) == (spare and rank == 0), name
-        assert all("-> (tensor<3x" in line for line in text.splitlines() if "@jaxmpi_bcast" in line), name
+    check_in_place(functions, lambda: jnp.full(3, rank + 1.0), lambda spare: spare and rank == 0)
+    for function, _, _ in functions.values():
+        text = jit._discharged_jit(function, {}).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
+        assert all("-> (tensor<3x" in line for line in text.splitlines() if "@jaxmpi_bcast" in line), text
 
 
 def runtime_link():

@@ -32,10 +32,6 @@ def swap(x, rank):
     return x
 
 
-def swapped(values, rank):
-    return values[1 - rank] if rank < 2 else values[rank]
-
-
 N = 50_000  # 400 kB: no MPI sends that without a receiver
 
 
