@@ -30,8 +30,7 @@ NOT_EACH_TIME = (
 `make lint` runs types, `make docs` docs."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (
-    "adjoint fuzz check neighbors operations by_counts order grid redistribute replica fft ghosts index_map migration "
-    "sparse"
+    "adjoint fuzz check neighbors operations by_counts order grid redistribute replica fft ghosts index_map migration"
 )
 """What depends most on how many ranks there are: with `--brief` the others are run on two ranks alone."""
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"

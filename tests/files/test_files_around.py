@@ -4,11 +4,8 @@ JAX; and arguments that would be without effect."""
 import collections
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +20,6 @@ from jaxmpi._files import commit, layout
 zarr = pytest.importorskip("zarr", minversion="3")
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
-
-
-@pytest.fixture
-def folder(comm, tmp_path):
-    """A folder that all ranks share."""
-    return Path(comm.bcast(str(tmp_path)))
 
 
 @pytest.fixture
@@ -224,33 +215,6 @@ def test_two_writers(folder, grid):
         out.append(4, x)
 
 
-@pytest.mark.parametrize("call", ["save", "checkpoint"])
-def test_two_jobs(folder, call):
-    """What another job is writing is not touched. What it has left as it died is removed."""
-    hidden = folder / (".state.partial" if call == "save" else ".00000003.partial")
-    save = lambda: io.save(folder / "state", 1) if call == "save" else io.checkpoint(folder, 1)  # noqa: E731
-    holds = (
-        "import fcntl, os, sys; f = os.open(sys.argv[1], 0); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
-    )
-    job = None
-    if RANK == 0:
-        (hidden / "x").mkdir(parents=True)
-        job = subprocess.Popen(
-            [sys.executable, "-c", holds, hidden], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        job.stdout.readline()
-    COMM.Barrier()
-    with pytest.raises(OSError, match="is being written"):
-        save()
-    assert listed(hidden) == ["x"]
-    if job is not None:
-        job.kill()
-        job.communicate()
-    COMM.Barrier()
-    save()
-    assert not hidden.exists()
-
-
 @pytest.mark.ranks(1)
 def test_file_systems_without_locks(folder, monkeypatch):
     def flock(file, how):
@@ -437,23 +401,6 @@ def test_settings(folder, grid, setting, dtype):
         jax.config.update(setting, False)
     assert np.isnan(np.asarray(found["x"], np.float32)[1:-1]).all()
     assert np.isinf(np.asarray(found["y"], np.float32)).all()
-
-
-@pytest.mark.parametrize("chunks", [None, 3])
-def test_arrays_on_several_devices(folder, grid, chunks):
-    """The numbers of a process's blocks, and of what is the same on all, wherever they are."""
-    devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip("JAX has one device")
-    grid = jaxmpi.Grid(SIZE, (len(devices) * SIZE,))
-    map = jaxmpi.IndexMap(np.arange(len(devices) * SIZE)[grid.slices], [])
-    mesh = jax.sharding.Mesh(np.array(devices), "d")
-    x = jnp.arange(grid.local_shape[0]) + 100 * RANK
-    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
-    for division in (grid, map):
-        for number, value in enumerate((spread, jax.device_put(x, devices[1]))):
-            io.save(folder / f"{number}", {"x": value}, grid=division, chunks=chunks, overwrite=True)
-            assert np.array_equal(io.load(folder / f"{number}", grid=division)["x"], x)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

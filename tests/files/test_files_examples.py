@@ -12,12 +12,6 @@ pytestmark = examples.MARKS
 zarr = pytest.importorskip("zarr", reason="files need zarr")
 
 
-@pytest.fixture(autouse=True)
-def _packages():
-    for package in ("matplotlib", "optax", "tqdm"):
-        pytest.importorskip(package)
-
-
 def gone_on(tmp_path, name, ranks, first, rest, fields, atol):
     """Compares fields of a run at once on two ranks with those of runs that stop and go on: bit by bit on as many
     ranks, but for rounding on others. Returns the state of the first, and the series of each of the others."""
@@ -40,11 +34,10 @@ def gone_on(tmp_path, name, ranks, first, rest, fields, atol):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("days", [0.25, 10])
 @pytest.mark.seconds(400)
-def test_shallow_water(tmp_path, days):
+def test_shallow_water(tmp_path):
     size = ("--size", "72", "36")
-    rest, first = (*size, "--days", str(days)), (*size, "--days", str(days / 2))
+    rest, first = (*size, "--days", "0.25"), (*size, "--days", "0.125")
     whole, series = gone_on(
         tmp_path, "shallow_water", (2, 3) if drawing.brief else (2, 3, 4), first, rest, ("h", "u", "v"), 1e-4
     )
@@ -52,20 +45,10 @@ def test_shallow_water(tmp_path, days):
         times = data["time"][...]
         assert len(times) == 80
         assert (np.diff(times) > 0).all()
-        assert times[-1] == pytest.approx(days, rel=0.01)
+        assert times[-1] == pytest.approx(0.25, rel=0.01)
         assert data["h"].shape == (80, 36, 72)
         np.testing.assert_allclose(data["h"][-1], whole["h"], atol=1e-4)
         assert np.ptp(data["h"][0] - data["h"][-1]) > 0
-
-
-@pytest.mark.nightly
-@pytest.mark.seconds(300)
-def test_turbulence(tmp_path):
-    size = ("--size", "24")
-    rest, first = (*size, "--steps", "40"), (*size, "--steps", "20")
-    whole, (data,) = gone_on(tmp_path, "turbulence", (3,), first, rest, ("w",), 1e-10)
-    assert len(data["time"][...]) == 40
-    np.testing.assert_allclose(data["vorticity"][-1], whole["w"], rtol=0, atol=1e-10)
 
 
 @pytest.mark.nightly

@@ -16,11 +16,10 @@ from jaxmpi._files import store
         ((99, 0), r"zarr 3 or newer, which needs Python 3\.11, and this is Python 3\.\d+\.\d+.*: run the program with"),
     ],
 )
-def test_zarr_is_missing(comm, tmp_path, monkeypatch, oldest, text):
+def test_zarr_is_missing(comm, folder, monkeypatch, oldest, text):
     """All ranks say what to do, and nothing is written."""
     monkeypatch.setattr(store, "OLDEST_PYTHON", oldest)
     monkeypatch.setitem(sys.modules, "zarr", None)
-    folder = comm.bcast(tmp_path)
     for call in (
         lambda: io.save(folder / "s", {"x": jnp.zeros(3)}),
         lambda: io.load(folder / "s"),
@@ -33,9 +32,8 @@ def test_zarr_is_missing(comm, tmp_path, monkeypatch, oldest, text):
     assert not list(folder.iterdir())
 
 
-def test_the_last_state_is_found_without_zarr(comm, tmp_path, monkeypatch):
+def test_the_last_state_is_found_without_zarr(comm, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "zarr", None)
-    folder = comm.bcast(tmp_path)
     assert io.latest(folder) is None
     comm.Barrier()
     if comm.rank == 0:

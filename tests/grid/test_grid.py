@@ -10,7 +10,7 @@ import math
 import os
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +26,8 @@ from jaxmpi import notoken
 from jaxmpi._grid import arguments as grid_arguments
 from jaxmpi._grid import grid as grids
 from jaxmpi._grid import halos as cells
-from support import drawing
-from support.rows import each, rows
+from support.divided import WAYS, derivatives, for_each, on_first_ranks, shape_of, some_processes, total
+from support.rows import each
 from support.table import NEW_JAX, draw, dtype_of
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
@@ -45,11 +45,6 @@ DTYPES = [
 ]
 SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
 RULES = [None, "edge", "reflect", "symmetric", 0, 1]
-
-
-def one_number(*digits):
-    """For a rank in `draw`."""
-    return sum(digit * 1000**i for i, digit in enumerate(digits))
 
 
 @dataclass(frozen=True)
@@ -72,11 +67,17 @@ class Case:
     """The axes that are not the grid's come last."""
     fields: tuple[FieldCase, ...]
     way: str
+    starts: bool
+    """Its exchanges are started and waited for."""
     seed: int
 
     @property
     def dims(self):
         return tuple(map(len, self.blocks))
+
+    @property
+    def ranks(self):
+        return math.prod(self.dims)
 
     @property
     def axes(self):
@@ -86,10 +87,22 @@ class Case:
         """Of the block, with its halo, of the process with these coordinates."""
         sizes = [self.blocks[i][j] for i, j in enumerate(at)]
         own = tuple(n + s + sum(w) for n, s, w in zip(sizes, field.staggered, self.widths, strict=True))
-        return (*own, *field.others) if self.trailing else (*field.others, *own)
+        return shape_of(own, field.others, self.trailing)
 
     def data(self, field, at, seed):
-        return draw(self.shape(field, at), dtype_of(field.dtype), one_number(seed, *at), self.seed)
+        number = sum(digit * 1000**i for i, digit in enumerate((seed, *at)))
+        return draw(self.shape(field, at), dtype_of(field.dtype), number, self.seed)
+
+    def given(self, at, seed):
+        """The fields of this process."""
+        return [jnp.asarray(self.data(field, at, seed)) for field in self.fields]
+
+    def wholes(self):
+        """Global arrays for the fields."""
+        for i, field in enumerate(self.fields):
+            sizes = [sum(b) + s for b, s in zip(self.blocks, field.staggered, strict=True)]
+            shape = shape_of(sizes, field.others, self.trailing)
+            yield field, draw(shape, dtype_of(field.dtype), 0, self.seed + i)
 
     def grid(self, comm):
         return jaxmpi.Grid(self.dims, self.blocks, periodic=self.periodic, comm=comm)
@@ -100,6 +113,8 @@ class Case:
     def exchange(self, grid, fields, function="exchange"):
         more = {"axes": self.axes, "corners": self.corners}
         call = getattr(grid, function)
+        if self.starts and function == "exchange":
+            call = lambda x, *args, **more: grid.finish(grid.start(x, *args, **more), after=x)[0]  # noqa: E731
         if not any(field.swapped for field in self.fields) or type(fields) is not list:
             return call(fields, self.widths, **more, boundary=self.rules)
         rules = {str(i): self.rules_of(field) for i, field in enumerate(self.fields)}
@@ -112,13 +127,8 @@ class Case:
 def cases(draw, size, dtypes=DTYPES):
     ranks = draw(st.integers(1, size))
     dimensions = draw(st.integers(1, 3))
-    dims, left = [], ranks
-    for _ in range(dimensions - 1):
-        dims.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
-        left //= dims[-1]
-    dims = draw(st.permutations([*dims, left]))
     widths, rules, blocks, periodic = [], [], [], []
-    for number in dims:
+    for number in draw(some_processes(ranks, dimensions)):
         low, high = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
         rule = draw(st.tuples(st.sampled_from(RULES), st.sampled_from(RULES)))
         least = max(low, high) + ("reflect" in rule) if low + high else 0
@@ -142,7 +152,8 @@ def cases(draw, size, dtypes=DTYPES):
         corners=draw(st.booleans()),
         trailing=draw(st.booleans()),
         fields=tuple(draw(st.lists(field, min_size=1, max_size=4))),
-        way=draw(st.sampled_from(["eager", "jit", "jax.jit"])),
+        way=draw(st.sampled_from(list(WAYS))),
+        starts=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
 
@@ -233,9 +244,8 @@ def expect_equal(found, right, about=""):
 
 def check_values(case, grid):
     at = grid.coordinates
-    given = [jnp.asarray(case.data(field, at, 0)) for field in case.fields]
-    ways = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
-    results = ways[case.way](lambda fields: case.exchange(grid, fields))(given)
+    given = case.given(at, 0)
+    results = WAYS[case.way](lambda fields: case.exchange(grid, fields))(given)
     for field, result, right in zip(case.fields, results, expected(case), strict=True):
         assert result.dtype == right[at].dtype, field
         expect_equal(np.asarray(result), right[at], about=str((case, field, at)))
@@ -243,28 +253,18 @@ def check_values(case, grid):
         expect_equal(np.asarray(x), case.data(field, at, 0))
 
 
-def total(comm, xs, ys):
-    wide = lambda x: np.asarray(x).astype(np.complex128)  # noqa: E731
-    return comm.allreduce(complex(sum(np.sum(wide(x) * wide(y)) for x, y in zip(xs, ys, strict=True))))
-
-
 def check_derivatives(case, grid):
     at, comm = grid.coordinates, grid.comm
-    primals, tangents, cotangents = (
-        [jnp.asarray(case.data(field, at, seed)) for field in case.fields] for seed in range(3)
-    )
+    primals, tangents, cotangents = (case.given(at, seed) for seed in range(3))
     exchange = lambda fields: case.exchange(grid, fields)  # noqa: E731
-    linear = Case(**{**vars(case), "rules": tuple(tuple(0 if r in (0, 1) else r for r in pair) for pair in case.rules)})
+    linear = replace(case, rules=tuple(tuple(0 if r in (0, 1) else r for r in pair) for pair in case.rules))
 
     @jaxmpi.jit
-    def everything(primals, tangents, cotangents):
-        _, forward = jax.jvp(exchange, (primals,), (tangents,))
-        pullback = jax.vjp(exchange, primals)[1]
-        (checkpointed,) = jax.vjp(jax.checkpoint(exchange), primals)[1](cotangents)
-        (again,) = jax.vjp(lambda cts: pullback(cts)[0], cotangents)[1](tangents)
-        return forward, pullback(cotangents)[0], checkpointed, again
+    def everything(*given):
+        checkpointed = jax.vjp(jax.checkpoint(exchange), given[0])[1](given[2])[0]
+        return *derivatives(exchange)(*given), checkpointed
 
-    forward, backward, checkpointed, again = everything(primals, tangents, cotangents)
+    forward, backward, again, checkpointed = everything(primals, tangents, cotangents)
     for field, result, right in zip(case.fields, forward, expected(linear, 1), strict=True):
         expect_equal(np.asarray(result), right[at], about=str((case, field, at)))
     assert total(comm, forward, cotangents) == total(comm, tangents, backward), case
@@ -304,24 +304,18 @@ def accumulated(case, field, seed):
 def check_accumulate(case, grid):
     """Values, tangents and cotangents, and a batch, of what is added."""
     at, comm = grid.coordinates, grid.comm
-    given, tangents, cotangents = (
-        [jnp.asarray(case.data(field, at, seed)) for field in case.fields] for seed in range(3)
-    )
-    ways = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
+    given, tangents, cotangents = (case.given(at, seed) for seed in range(3))
     accumulate = lambda fields: case.exchange(grid, fields, "accumulate")  # noqa: E731
     inexact = all(x.dtype.name in SUMMED for x in given)
-    derivatives = NEW_JAX and not comm.allreduce(not inexact, MPI.LOR)
+    differentiated = NEW_JAX and not comm.allreduce(not inexact, MPI.LOR)
 
     def everything(given, tangents, cotangents):
         stacked = jax.vmap(lambda *fields: accumulate(list(fields)))(*map(jnp.stack, zip(given, tangents, strict=True)))
-        if not derivatives:
+        if not differentiated:
             return accumulate(given), stacked, None
-        _, forward = jax.jvp(accumulate, (given,), (tangents,))
-        pullback = jax.vjp(accumulate, given)[1]
-        (again,) = jax.vjp(lambda cts: pullback(cts)[0], cotangents)[1](tangents)
-        return accumulate(given), stacked, (forward, pullback(cotangents)[0], again)
+        return accumulate(given), stacked, derivatives(accumulate)(given, tangents, cotangents)
 
-    results, stacked, derived = ways[case.way](everything)(given, tangents, cotangents)
+    results, stacked, derived = WAYS[case.way](everything)(given, tangents, cotangents)
     for i, (field, result) in enumerate(zip(case.fields, results, strict=True)):
         right = accumulated(case, field, 0)[at]
         assert result.dtype == right.dtype, field
@@ -358,11 +352,8 @@ def check_batches(case, grid):
 
 def check_whole(case, grid):
     """scatter, with halos and without, and gather, of global arrays."""
-    for i, field in enumerate(case.fields):
-        sizes = [sum(b) + s for b, s in zip(case.blocks, field.staggered, strict=True)]
-        shape = (*sizes, *field.others) if case.trailing else (*field.others, *sizes)
-        whole = draw(shape, dtype_of(field.dtype), 0, case.seed + i)
-        root = case.seed % grid.comm.size
+    root = case.seed % grid.comm.size
+    for field, whole in case.wholes():
         for sender in (root, None):
             owned = sender in (None, grid.comm.rank)
             given = whole if owned else jax.ShapeDtypeStruct(whole.shape, whole.dtype)
@@ -389,10 +380,7 @@ def check_planes(case, grid):
         if least == 0:
             return
         index[int(axis) - dimensions * int(random.integers(2))] = int(random.integers(-least, least))
-    for i, field in enumerate(case.fields):
-        sizes = [sum(b) + s for b, s in zip(case.blocks, field.staggered, strict=True)]
-        shape = (*sizes, *field.others) if case.trailing else (*field.others, *sizes)
-        whole = draw(shape, dtype_of(field.dtype), 0, case.seed + i)
+    for _, whole in case.wholes():
         fields.append(grid.scatter(whole, None, width=case.widths, axes=case.axes))
         at = [index.get(axis, index.get(axis - dimensions, slice(None))) for axis in range(dimensions)]
         rights.append(whole[(*at, Ellipsis) if case.trailing else (Ellipsis, *at)])
@@ -414,53 +402,28 @@ def check_planes(case, grid):
         assert total(grid.comm, ys, weights) == total(grid.comm, xs, backward), case
 
 
-def run_cases(comm, strategy, check, examples):
-    """Each case on the first ranks, as many as its grid needs."""
-
-    def together(case):
-        ranks = math.prod(case.dims)
-        part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED)
-        try:
-            if comm.rank < ranks:
-                _wrong.clear()
-                check(case, case.grid(part))
-                assert not _wrong, _wrong[0]
-        finally:
-            if comm.rank < ranks:
-                part.Free()
-
-    drawing.on_all_ranks(comm, strategy, together, examples)
+RANDOM = {
+    "values": (check_values, DTYPES, 1),
+    "derivatives": (check_derivatives, SUMMED, 3),
+    "accumulations": (check_accumulate, [*SUMMED, "int32", "uint8"], 2),
+    "batches": (check_batches, DTYPES, 3),
+    "whole arrays": (check_whole, DTYPES, 3),
+    "planes": (check_planes, DTYPES, 4),
+}
+"""Of each check the dtypes, and which part of the examples it gets."""
 
 
 @pytest.mark.seconds(600)
-def test_random_geometries(comm, size):
-    run_cases(comm, cases(size), check_values, EXAMPLES)
+@for_each(RANDOM)
+def test_random(what, comm, size):
+    check, dtypes, part = RANDOM[what]
 
+    def checked(case, part):
+        _wrong.clear()
+        check(case, case.grid(part))
+        assert not _wrong, _wrong[0]
 
-@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-@pytest.mark.seconds(600)
-def test_random_derivatives(comm, size):
-    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
-
-
-@pytest.mark.seconds(600)
-def test_random_accumulations(comm, size):
-    run_cases(comm, cases(size, [*SUMMED, "int32", "uint8"]), check_accumulate, EXAMPLES // 2)
-
-
-@pytest.mark.seconds(600)
-def test_random_batches(comm, size):
-    run_cases(comm, cases(size), check_batches, EXAMPLES // 3)
-
-
-@pytest.mark.seconds(600)
-def test_random_whole_arrays(comm, size):
-    run_cases(comm, cases(size), check_whole, EXAMPLES // 3)
-
-
-@pytest.mark.seconds(600)
-def test_random_planes(comm, size):
-    run_cases(comm, cases(size), check_planes, EXAMPLES // 4)
+    on_first_ranks(comm, cases(size, dtypes), checked, EXAMPLES // part)
 
 
 # --- what a grid is --------------------------------------------------------------------------------------------------
@@ -506,20 +469,18 @@ def test_blocks_cover_the_array(comm, size):
     assert grid.slices == (slice(sum(uneven[: comm.rank]), sum(uneven[: comm.rank + 1])),)
 
 
-WRONG_GRIDS = [
-    (lambda n: jaxmpi.Grid((n + 1, 1)), "their product must be that number"),
-    (lambda n: jaxmpi.Grid((-1, 0)), "their product must be that number"),
-    (lambda n: jaxmpi.Grid((0.5, 1)), "processes must be a Python or NumPy integer"),
-    (lambda n: jaxmpi.Grid(None), "pass the numbers of processes"),
-    (lambda n: jaxmpi.Grid(n, (3, 3)), "the grid has 1 axes"),
-    (lambda n: jaxmpi.Grid(n, -3), "no size may be negative"),
-    (lambda n: jaxmpi.Grid(n, ((1,) * (n + 1),)), "blocks"),
-    (lambda n: jaxmpi.Grid(n, 3, periodic=(True, False)), "periodic"),
-    (lambda n: jaxmpi.Grid(n, 3, periodic="no"), "periodic"),
-    (lambda n: jaxmpi.Grid(n, 8, comm=MPI.COMM_NULL), "COMM_NULL"),
-    (lambda n: jaxmpi.Grid(n, 8, comm="world"), "must be an mpi4py communicator"),
-]
 BAD_CALLS = [
+    (lambda g: jaxmpi.Grid((2, 1)), "their product must be that number"),
+    (lambda g: jaxmpi.Grid((-1, 0)), "their product must be that number"),
+    (lambda g: jaxmpi.Grid((0.5, 1)), "processes must be a Python or NumPy integer"),
+    (lambda g: jaxmpi.Grid(None), "pass the numbers of processes"),
+    (lambda g: jaxmpi.Grid(1, (3, 3)), "the grid has 1 axes"),
+    (lambda g: jaxmpi.Grid(1, -3), "no size may be negative"),
+    (lambda g: jaxmpi.Grid(1, ((1,) * 2,)), "blocks"),
+    (lambda g: jaxmpi.Grid(1, 3, periodic=(True, False)), "periodic"),
+    (lambda g: jaxmpi.Grid(1, 3, periodic="no"), "periodic"),
+    (lambda g: jaxmpi.Grid(1, 8, comm=MPI.COMM_NULL), "COMM_NULL"),
+    (lambda g: jaxmpi.Grid(1, 8, comm="world"), "must be an mpi4py communicator"),
     (lambda g: g.exchange(jnp.ones(9)), "fields has (9,) cells along the axes of the grid"),
     (lambda g: g.exchange({"h": jnp.ones(10), "u": jnp.ones(13)}), "fields['u'] has (13,) cells"),
     (lambda g: g.exchange(jnp.ones(())), "and no axis -1"),
@@ -597,33 +558,17 @@ BEGINNINGS = [
 ]
 
 
-def words_of(row):
-    return row[1]
-
-
-def raises(call, given, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        call(given)
-
-
 @pytest.mark.alone
-@rows("cases", WRONG_GRIDS, ids=words_of)
-def test_grids_that_cannot_be(cases):
-    each(cases, lambda row: raises(row[0], 1, re.escape(row[1])), words_of)
-
-
-@pytest.mark.alone
-@rows("cases", BAD_CALLS, ids=words_of)
-def test_bad_calls(cases):
+def test_bad_calls():
+    """Errors begin with what was called, and say what is wrong."""
     grid = jaxmpi.Grid(1, 8, periodic=True)
-    each(cases, lambda row: raises(row[0], grid, re.escape(row[1])), words_of)
+    beginnings = [(call, f"^{re.escape(name)}: .*{words}") for name, words, call in BEGINNINGS]
 
+    def check(row):
+        with pytest.raises((ValueError, TypeError), match=row[1]):
+            row[0](grid)
 
-@pytest.mark.alone
-@rows("cases", BEGINNINGS, ids=lambda row: f"{row[0]}: {row[1]}")
-def test_errors_begin_with_what_was_called(cases):
-    grid = jaxmpi.Grid(1, 8, periodic=True)
-    each(cases, lambda row: raises(row[2], grid, rf"^{re.escape(row[0])}: .*{row[1]}"), lambda row: row[:2])
+    each([*((call, re.escape(words)) for call, words in BAD_CALLS), *beginnings], check, lambda row: row[1])
 
 
 def test_copies(comm, size):
@@ -740,44 +685,6 @@ def test_in_loops_and_branches(comm, size):
         step[i] = 1e-6
         quotient = (witness(whole + step) - witness(whole - step)) / 2e-6
         assert np.isclose(gradient[i], quotient, rtol=1e-6)
-
-
-def test_linear_solve(comm, size):
-    """A differentiated solution of a system whose matrix communicates."""
-    n = 4 * size
-    grid = jaxmpi.Grid(size, n, comm=comm)
-
-    def matrix(x):
-        p = grid.exchange(jnp.pad(x, 1), boundary=0.0)
-        return 3 * x - p[:-2] - p[2:]
-
-    def dot(x, y):
-        return notoken.allreduce(jnp.vdot(x, y), MPI.SUM, comm=comm)
-
-    def solve(a, b):
-        def step(state):
-            x, r, p, rr, k = state
-            q = a(p)
-            alpha = rr / dot(p, q)
-            r2 = r - alpha * q
-            new = dot(r2, r2)
-            return x + alpha * p, r2, r2 + new / rr * p, new, k + 1
-
-        start = (jnp.zeros_like(b), b, b, dot(b, b), 0)
-        return jax.lax.while_loop(lambda s: (s[3] > 1e-24) & (s[4] < 200), step, start)[0]
-
-    def solution(b):
-        return jax.lax.custom_linear_solve(matrix, b, solve, symmetric=True)
-
-    right = np.random.default_rng(2).random(n)
-    dense = 3 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
-    b = jnp.asarray(right[grid.slices])
-    x = grid.gather(jaxmpi.jit(solution)(b), None)
-    np.testing.assert_allclose(x, np.linalg.solve(dense, right), rtol=1e-9)
-    if not NEW_JAX:
-        return
-    gradient = grid.gather(jaxmpi.jit(jax.grad(lambda b: jnp.sum(solution(b) ** 2)))(b), None)
-    np.testing.assert_allclose(gradient, np.linalg.solve(dense, 2 * np.linalg.solve(dense, right)), rtol=1e-8)
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
@@ -900,10 +807,9 @@ def layout_of(processes, shape):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 9))])
-def test_blocks_of_any_number_of_processes(seed):
+def test_blocks_of_any_number_of_processes():
     """Random grids, blocks and axes: what root sends is each rank's block, and what it receives is the array again."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     drawn = [_random_cut(random) for _ in range(10)]
     xs = [random.normal(size=cut.shape).astype(np.float32) for _, cut, _, _ in drawn]
     each_divided = jax.jit(lambda xs: [cut.divided(grid, x) for x, (grid, cut, _, _) in zip(xs, drawn, strict=True)])
@@ -978,15 +884,3 @@ def test_equal_facts_have_one_signature():
         Field((0,), (), (False,), usual, ((1, None),), "y"),
     ]
     assert len({plans.signature("exchange", field, 2) for field in [fields[0], *others]}) == 6
-
-
-@pytest.mark.ranks(2)
-def test_byte_order_of_one_rank():
-    """Loaders of files give arrays whose dtype names the byte order: such a rank exchanges with others."""
-    grid = jaxmpi.Grid(jaxmpi.Grid((0,)).processes, (2 * MPI.COMM_WORLD.size,), periodic=True)
-    dtype = np.dtype(np.int16).newbyteorder("<") if MPI.COMM_WORLD.rank == 0 else np.dtype(np.int16)
-    x = jnp.asarray(np.full((3, 4), MPI.COMM_WORLD.rank, dtype))
-    found = np.asarray(grid.exchange(x, 1))
-    left, right = ((MPI.COMM_WORLD.rank + step) % MPI.COMM_WORLD.size for step in (-1, 1))
-    assert found[:, 0].tolist() == [left] * 3
-    assert found[:, 3].tolist() == [right] * 3

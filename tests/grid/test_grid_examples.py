@@ -7,16 +7,10 @@ import numpy as np
 import pytest
 
 from support import examples
-from support.examples import assert_same, run
+from support.examples import assert_same, run, run_on_each
 
 RANKS = examples.ranks()
 pytestmark = examples.MARKS
-
-
-@pytest.fixture(autouse=True)
-def _packages():
-    for package in ("matplotlib", "optax", "tqdm"):
-        pytest.importorskip(package)
 
 
 def conduction(k):
@@ -42,13 +36,8 @@ def conduction(k):
 def test_poisson(tmp_path, dimensions, size, ranks):
     """u is the solution of a dense system; the gradient with respect to f is that of the same system."""
     arguments = ("--dimensions", str(dimensions), "--size", str(size))
-    outs, states = zip(*(run(tmp_path, "poisson_cg", n, *arguments) for n in ranks), strict=True)
-    for n, out in zip(ranks, outs, strict=True):
-        assert f"{n} processes, misfit " in out
-        errors = re.findall(r"^Gradient with respect to (.): relative error (\S+)$", out, re.M)
-        assert [name for name, _ in errors] == ["f", "k"]
-        assert all(float(error) < 1e-6 for _, error in errors), errors
-    assert_same(states, 1e-10)
+    below = {f"Gradient with respect to {x}: relative error ": 1e-6 for x in "fk"}
+    _, states = run_on_each(tmp_path, "poisson_cg", ranks, *arguments, alike=1e-10, below=below)
 
     state, shape = states[0], (size,) * dimensions
     assert state["u"].shape == state["k"].shape == shape
@@ -65,12 +54,10 @@ def test_poisson(tmp_path, dimensions, size, ranks):
 @pytest.mark.nightly
 def test_heat_inverse(tmp_path):
     arguments = ("--size", "13", "--iterations", "8")
-    outs, states = zip(*(run(tmp_path, "heat_inverse", n, *arguments) for n in RANKS), strict=True)
-    for n, out in zip(RANKS, outs, strict=True):
-        assert f"{n} processes, loss " in out
+    outs, states = run_on_each(tmp_path, "heat_inverse", RANKS, *arguments, alike=1e-9)
+    for out in outs:
         before, after = map(float, re.search(r"Relative error of k: (\S+) before, (\S+) after", out).groups())
         assert after < before
-    assert_same(states, 1e-9)
     losses = states[0]["losses"]
     assert losses.shape == (8,)
     assert losses[-1] < 0.8 * losses[0]
@@ -83,18 +70,8 @@ def test_heat_inverse(tmp_path):
 def test_spectral(tmp_path, dimensions, size, ranks):
     """Against NumPy's transforms, which the example uses as a witness, and against another number of ranks."""
     arguments = ("--dimensions", str(dimensions), "--size", str(size), "--steps", "12")
-    outs, states = zip(*(run(tmp_path, "spectral", n, *arguments) for n in ranks), strict=True)
-    for n, out in zip(ranks, outs, strict=True):
-        assert f"{n} processes, final energy " in out
-        errors = re.findall(
-            r"^(Transform|Final state|Gradient).*: .* error (\S+)$|^Gradient: relative error (\S+)$", out, re.M
-        )
-        found = {name or "Gradient": float(error or last) for name, error, last in errors}
-        assert found.keys() == {"Transform", "Final state", "Gradient"}
-        assert found["Transform"] < 1e-13
-        assert found["Final state"] < 1e-12
-        assert found["Gradient"] < 1e-5
-    assert_same(states, 1e-11)
+    below = {"Transform.*: .* error ": 1e-13, "Final state.*: .* error ": 1e-12, "Gradient.*: relative error ": 1e-5}
+    _, states = run_on_each(tmp_path, "spectral", ranks, *arguments, alike=1e-11, below=below)
     assert np.ptp(states[0]["end"]) > 0.2
     assert np.abs(states[0]["gradient"]).max() > 0
 
@@ -103,24 +80,17 @@ def test_spectral(tmp_path, dimensions, size, ranks):
 def test_poisson_fft(tmp_path, dimensions):
     """Transforms and conjugate gradients give the same pressure, on any number of ranks; no divergence is left."""
     arguments = ("--dimensions", str(dimensions), "--size", "14")
-    outs, states = zip(*(run(tmp_path, "poisson_fft", n, *arguments) for n in RANKS), strict=True)
-    for out in outs:
-        assert float(re.search(r"relative difference (\S+)", out)[1]) < 1e-9
-        assert float(re.search(r"relative to that before: (\S+)", out)[1]) < 1e-11
-    assert_same(states, 1e-9)
+    below = {".*relative difference ": 1e-9, ".*relative to that before: ": 1e-11}
+    run_on_each(tmp_path, "poisson_fft", RANKS, *arguments, alike=1e-9, below=below)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", ["taylor-green", "turbulence"])
 def test_turbulence(tmp_path, case):
     arguments = ("--case", case, "--size", "20", "--steps", "24")
-    outs, states = zip(*(run(tmp_path, "turbulence", n, *arguments) for n in RANKS), strict=True)
-    for out in outs:
-        assert float(re.search(r"viscosity: relative error (\S+)", out)[1]) < 1e-5
-        assert float(re.search(r"beside forward mode: (\S+)", out)[1]) < 1e-10
-        if case == "taylor-green":
-            assert float(re.search(r"formula: relative error (\S+)", out)[1]) < 1e-9
-    assert_same(states, 1e-9)
+    below = {".*viscosity: relative error ": 1e-5, ".*beside forward mode: ": 1e-10}
+    below |= {".*formula: relative error ": 1e-9} if case == "taylor-green" else {}
+    _, states = run_on_each(tmp_path, "turbulence", RANKS, *arguments, alike=1e-9, below=below)
     assert np.ptp(states[0]["w"]) > 0.5
 
 
@@ -128,10 +98,10 @@ def test_overlap(tmp_path):
     """With and without overlap, on any number of ranks; heat is neither made nor lost."""
     arguments = ("--size", "99", "103", "--steps", "5", "--turns", "3", "--save")
     outs, states = zip(*(run(tmp_path, "overlap", n, *arguments) for n in RANKS), strict=True)
+    assert_same(states, 1e-12)
     for out in outs:
         assert re.search(r"^without overlap: +[0-9.]+ ms per step\nwith overlap: +[0-9.]+ ms per step\n", out), out
         assert "The numbers are identical.\n" in out
-    assert_same(states, 1e-12)
     u = states[0]["u"]
     assert u.shape == (99, 103)
     assert 0.1 < np.ptp(u) < 1

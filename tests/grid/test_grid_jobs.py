@@ -1,4 +1,4 @@
-"""Grids in jobs of their own: on many ranks, compared before anything is sent, in programs of JAX's cache."""
+"""Grids in jobs of their own: on many ranks, in programs of JAX's cache."""
 
 from pathlib import Path
 
@@ -8,42 +8,17 @@ from support.launch import launch
 from support.table import NEW_JAX
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(400)]
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.nightly
-def test_eight_ranks():
-    """Random geometries on 1 to 8 ranks."""
-    out = launch(
-        8, "-m", "pytest", "-q", HERE / "test_grid.py", "-k", "random", JAXMPI_TEST_GRIDS="8", timeout=380
-    ).stdout
-    assert "4 passed" in out
-
-
-@pytest.mark.nightly
-def test_divisions_among_eight_ranks():
-    """Redistribution between random divisions among 1 to 8 ranks."""
-    test = HERE / "test_redistribute.py"
-    out = launch(8, "-m", "pytest", "-q", f"{test}::test_random_divisions", JAXMPI_TEST_GRIDS="3", timeout=380).stdout
-    assert "1 passed" in out
-
-
-def test_ranks_that_differ_are_told_before_anything_is_sent(script):
-    program = script("""
-        grid = jaxmpi.Grid(size, 4 * size + 1, periodic=True)  # blocks of unequal sizes are no difference
-        x = jnp.ones(grid.local_shape[0] + 2)
-        print("right", grid.exchange(x).sum() > 0, flush=True)
-        for what in (lambda: grid.exchange(x.astype(jnp.bfloat16)), lambda: grid.exchange([x, x])):
-            try:
-                jax.block_until_ready(what() if rank else grid.exchange(x))
-            except jax.errors.JaxRuntimeError as error:
-                print("differ", "the ranks differ" in str(error) and "program.py" in str(error)
-                      and "Nothing of it was sent" in str(error), flush=True)
-            MPI.COMM_WORLD.Barrier()
-    """)
-    out = launch(3, program, JAXMPI_CHECK="1").stdout
-    assert out.count("right True") == 3
-    assert out.count("differ True") == 6
+@pytest.mark.parametrize("suite", ["grid/test_grid.py", "grid/test_redistribute.py", "unstructured/test_index_map.py"])
+def test_eight_ranks(suite):
+    """Random cases on 1 to 8 ranks."""
+    few = {"JAXMPI_TEST_GRIDS": "6", "JAXMPI_TEST_MAPS": "24"}
+    out = launch(8, "-m", "pytest", "-q", TESTS / suite, "-k", "random", timeout=380, **few).stdout
+    assert " passed" in out
+    assert "failed" not in out
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="the cache is switched off: _jax.distrust_cached_programs")

@@ -3,8 +3,6 @@
 hypothesis draws two divisions of the same array among some ranks; data are small integers, so that sums are exact.
 """
 
-import itertools
-import math
 import os
 from dataclasses import dataclass
 
@@ -13,75 +11,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi._grid.divisions import Division, Redistribution, _plan, best_division
 from jaxmpi._grid.halos import Layout
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.library import CONSTANTS
-from support import drawing
+from support.divided import (
+    WAYS,
+    Divisions,
+    derivatives,
+    for_each,
+    on_first_ranks,
+    some_divisions,
+    some_processes,
+    total,
+)
 from support.rows import each
-from support.table import NEW_JAX, draw, dtype_of
+from support.table import draw, dtype_of
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
 DTYPES = ["float32", "float64", "int32", "bool", "complex64", "bfloat16", "complex128", "uint8", "float8_e5m2"]
 SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
-WAYS = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
-derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 
 
 @dataclass(frozen=True)
-class Field:
-    dtype: str
-    staggered: tuple[bool, ...]
-    others: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Case:
-    blocks: tuple[tuple[tuple[int, ...], ...], ...]
-    """Of source and target, along each axis the cells of each process."""
-    widths: tuple[tuple[tuple[int, int], ...], ...]
-    trailing: bool
-    """The axes that are not the grids' come last."""
-    fields: tuple[Field, ...]
+class Case(Divisions):
     way: str
     starts: bool
     """Started and waited for."""
-    seed: int
-
-    @property
-    def ranks(self):
-        return math.prod(map(len, self.blocks[0]))
-
-    @property
-    def axes(self):
-        return tuple(range(len(self.blocks[0]))) if self.trailing else None
 
     def grids(self, comm):
-        return [jaxmpi.Grid(tuple(map(len, blocks)), blocks, comm=comm) for blocks in self.blocks]
+        return [self.grid(which, comm) for which in (0, 1)]
 
     def whole(self, field, seed):
-        sizes = [sum(blocks) + extra for blocks, extra in zip(self.blocks[0], field.staggered, strict=True)]
-        shape = (*sizes, *field.others) if self.trailing else (*field.others, *sizes)
-        return draw(shape, dtype_of(field.dtype), seed, self.seed)
-
-    def block(self, which, field, at, whole, halo):
-        """The block of the process `at` these coordinates, cut from the global array, in a halo of one value."""
-        index, pads = [], []
-        for axis, blocks in enumerate(self.blocks[which]):
-            start = sum(blocks[: at[axis]])
-            index.append(slice(start, start + blocks[at[axis]] + field.staggered[axis]))
-            pads.append(self.widths[which][axis])
-        rest, none = (Ellipsis,), [(0, 0)] * len(field.others)
-        cut = whole[(*index, *rest) if self.trailing else (*rest, *index)]
-        padded = np.full([n + sum(p) for n, p in zip(cut.shape, [*pads, *none] if self.trailing else [*none, *pads],
-                                                     strict=True)], halo, cut.dtype)  # fmt: skip
-        inner = [slice(low, low + n) for n, (low, _) in zip(cut.shape, [*pads, *none] if self.trailing
-                                                            else [*none, *pads], strict=True)]  # fmt: skip
-        padded[tuple(inner)] = cut
-        return padded
+        return draw(self.shape(field), dtype_of(field.dtype), seed, self.seed)
 
     def call(self, grids, fields, back=False):
         source, target = grids[::-1] if back else grids
@@ -92,43 +56,13 @@ class Case:
         return jaxmpi.redistribute(fields, source, target, **more)
 
 
-def divided(draw, number, total):
-    """Sizes of so many blocks, of which some may be empty, with this sum."""
-    ends = sorted(draw(st.lists(st.integers(0, total), min_size=number - 1, max_size=number - 1)))
-    return tuple(b - a for a, b in itertools.pairwise([0, *ends, total]))
-
-
 @st.composite
-def cases(draw, size, dtypes=DTYPES, staggered=True):
+def cases(draw, size, dtypes=DTYPES):
     ranks = draw(st.integers(1, size))
     dimensions = draw(st.integers(1, 4 if ranks > 1 else 2))
-    shape = [draw(st.integers(0 if dimensions > 1 else 1, 7)) for _ in range(dimensions)]
-    blocks, widths = [], []
-    for _ in range(2):
-        left, dims = ranks, []
-        for _ in range(dimensions - 1):
-            dims.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
-            left //= dims[-1]
-        dims = draw(st.permutations([*dims, left]))
-        blocks.append(tuple(divided(draw, number, total) for number, total in zip(dims, shape, strict=True)))
-        narrow = st.tuples(st.integers(0, 2), st.integers(0, 2))
-        none = draw(st.booleans())
-        widths.append(tuple((0, 0) if none else draw(narrow) for _ in shape))
-    field = st.builds(
-        Field,
-        st.sampled_from(dtypes),
-        st.tuples(*[st.booleans() if staggered and draw(st.booleans()) else st.just(False)] * dimensions),
-        st.lists(st.integers(0, 3), max_size=2).map(tuple),
-    )
-    return Case(
-        tuple(blocks),
-        tuple(widths),
-        draw(st.booleans()),
-        tuple(draw(st.lists(field, min_size=1, max_size=4))),
-        draw(st.sampled_from(list(WAYS))),
-        draw(st.booleans()),
-        draw(st.integers(0, 1000)),
-    )
+    dims = [draw(some_processes(ranks, dimensions)) for _ in range(2)]
+    fields = draw(some_divisions(dims, dtypes, empty=dimensions > 1))
+    return Case(**fields, way=draw(st.sampled_from(list(WAYS))), starts=draw(st.booleans()))
 
 
 def given_and_expected(case, grids, seed):
@@ -158,25 +92,13 @@ def check_values(case, grids):
         equal(again, case.block(0, field, grids[0].coordinates, case.whole(field, i), 0), case)
 
 
-def total(comm, xs, ys):
-    wide = lambda x: np.asarray(x).astype(np.complex128)  # noqa: E731
-    return comm.allreduce(complex(sum(np.sum(wide(x) * wide(y)) for x, y in zip(xs, ys, strict=True))))
-
-
 def check_derivatives(case, grids):
     primals, _ = given_and_expected(case, grids, 0)
     tangents, of_tangents = given_and_expected(case, grids, 1)
     _, cotangents = given_and_expected(case, grids, 2)
     call = lambda fields: case.call(grids, fields)  # noqa: E731
-
-    @jaxmpi.jit
-    def everything(primals, tangents, cotangents):
-        _, forward = jax.jvp(call, (primals,), (tangents,))
-        pullback = jax.vjp(call, primals)[1]
-        (again,) = jax.vjp(lambda cts: pullback(cts)[0], cotangents)[1](tangents)
-        return forward, pullback(cotangents)[0], again
-
-    forward, backward, again = everything(*(list(map(jnp.asarray, xs)) for xs in (primals, tangents, cotangents)))
+    given = (list(map(jnp.asarray, xs)) for xs in (primals, tangents, cotangents))
+    forward, backward, again = jaxmpi.jit(derivatives(call))(*given)
     comm = grids[0].comm
     assert total(comm, forward, cotangents) == total(comm, tangents, backward), case
     for found, expected in zip((*forward, *again), (*of_tangents, *of_tangents), strict=True):
@@ -201,49 +123,34 @@ def check_batches(case, grids):
             equal(out[j], expected[j], case)
 
 
-def run_cases(comm, strategy, check, examples):
-    def together(case):
-        part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
-        try:
-            if comm.rank < case.ranks:
-                check(case, case.grids(part))
-        finally:
-            if comm.rank < case.ranks:
-                part.Free()
-
-    drawing.on_all_ranks(comm, strategy, together, examples)
+RANDOM = {
+    "values": (check_values, DTYPES, 1),
+    "derivatives": (check_derivatives, SUMMED, 2),
+    "batches": (check_batches, DTYPES, 2),
+}
 
 
 @pytest.mark.seconds(600)
-def test_random_divisions(comm, size):
-    run_cases(comm, cases(size), check_values, EXAMPLES)
+@for_each(RANDOM)
+def test_random(what, comm, size):
+    check, dtypes, part = RANDOM[what]
+    on_first_ranks(comm, cases(size, dtypes), lambda case, part: check(case, case.grids(part)), EXAMPLES // part)
 
 
-@derivatives
-@pytest.mark.seconds(600)
-def test_random_derivatives(comm, size):
-    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 2)
-
-
-@pytest.mark.seconds(600)
-def test_random_batches(comm, size):
-    run_cases(comm, cases(size), check_batches, EXAMPLES // 2)
+TURNED = ((2, 3), (4,)), ((5,), (3, 1))
+BEGINNINGS = [
+    (TURNED, 0, False, False, "covered", 1),
+    (TURNED, 0, True, False, "covered", 1),
+    (TURNED, 1, False, False, "zero", 1),  # the halo
+    (TURNED, 0, False, True, "covered", 1),
+    (TURNED, 0, True, True, "zero", 0),  # what is added
+    ((((0, 5), (4,)), ((5,), (4, 0))), 0, False, False, "covered", 0),  # a rank that has nothing of its own
+    ((((5, 0), (4,)), ((5,), (0, 4))), 0, False, False, "covered", 0),  # and one that gets nothing
+]
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    ("blocks", "width", "adjoint", "staggered", "begin", "pairs"),
-    [
-        ((((2, 3), (4,)), ((5,), (3, 1))), 0, False, False, "covered", 1),
-        ((((2, 3), (4,)), ((5,), (3, 1))), 0, True, False, "covered", 1),
-        ((((2, 3), (4,)), ((5,), (3, 1))), 1, False, False, "zero", 1),  # the halo
-        ((((2, 3), (4,)), ((5,), (3, 1))), 0, False, True, "covered", 1),
-        ((((2, 3), (4,)), ((5,), (3, 1))), 0, True, True, "zero", 0),  # what is added
-        ((((0, 5), (4,)), ((5,), (4, 0))), 0, False, False, "covered", 0),  # a rank that has nothing of its own
-        ((((5, 0), (4,)), ((5,), (0, 4))), 0, False, False, "covered", 0),  # and one that gets nothing
-    ],
-)
-def test_how_results_begin(blocks, width, adjoint, staggered, begin, pairs, monkeypatch):
+def test_how_results_begin(monkeypatch):
     """Of rank 0: how its results begin, and how many parts it copies at once."""
     made = {}
 
@@ -252,13 +159,17 @@ def test_how_results_begin(blocks, width, adjoint, staggered, begin, pairs, monk
             made.update(zip(CONSTANTS["PLAN_HEADER"], words, strict=False))
 
     monkeypatch.setattr(plans, "Plan", Spy)
-    widths = ((0, 0), (0, 0)), ((width, width), (0, 0))
-    source, target = (Division(Layout(its, (False, False)), w) for its, w in zip(blocks, widths, strict=True))
-    pattern = Redistribution(0, source, target)
-    place = (-2, -1), (False, staggered), "field"
-    aval = jax.ShapeDtypeStruct((target if adjoint else source).shape(0, (0, 0), place), np.float32)
-    _plan.__wrapped__(pattern, (aval,), (place,), adjoint)
-    assert (CONSTANTS["BEGINS"][made["begin"]], made["pair_count"]) == (begin, pairs)
+
+    def check(row):
+        divisions, width, adjoint, staggered, begin, pairs = row
+        widths = ((0, 0), (0, 0)), ((width, width), (0, 0))
+        source, target = (Division(Layout(its, (False, False)), w) for its, w in zip(divisions, widths, strict=True))
+        place = (-2, -1), (False, staggered), "field"
+        aval = jax.ShapeDtypeStruct((target if adjoint else source).shape(0, (0, 0), place), np.float32)
+        _plan.__wrapped__(Redistribution(0, source, target), (aval,), (place,), adjoint)
+        assert (CONSTANTS["BEGINS"][made["begin"]], made["pair_count"]) == (begin, pairs)
+
+    each(BEGINNINGS, check)
 
 
 def test_in_loops(comm, rank, size):

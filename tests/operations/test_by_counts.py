@@ -19,8 +19,18 @@ from support.table import NEW_JAX, draw, dtype_of, raised
 
 pytestmark = pytest.mark.usefixtures("own_errors")
 
+WAYS = {"eager": lambda f: f, "jit": jax.jit, "jaxmpi.jit": jaxmpi.jit}
 NAMES = ("allgatherv", "alltoallv", "gatherv", "reduce_scatter", "scatterv")
 MOST = 5
+
+
+def call_of(name, x, counts, root=0, **more):
+    """An operation with the arguments that it has beside others."""
+    if name == "reduce_scatter":
+        more["op"] = MPI.SUM
+    if name in ("gatherv", "scatterv"):
+        more["root"] = root
+    return getattr(notoken, name)(x, counts=counts, **more)
 
 
 @dataclass(frozen=True)
@@ -66,62 +76,43 @@ class Case:
         y = np.concatenate(rows)
         if self.known:
             return y
-        return np.concatenate([y, np.zeros((self.room(xs, rank) - len(y), *self.row), y.dtype)])
+        return np.concatenate([y, np.zeros((self.room(rank) - len(y), *self.row), y.dtype)])
 
-    def room(self, xs, rank):
+    def room(self, rank):
         """The argument `rows`."""
-        need = sum(counts[rank] for counts in self.sent) if self.name == "alltoallv" else sum(self.counts)
-        return need + self.spare
+        return sum(self.told(rank)) + self.spare
 
     def call(self, x, comm):
         """The result, and the counts that came with it."""
-        rank, more = comm.rank, {"comm": comm}
-        op = {"op": MPI.SUM} if self.name == "reduce_scatter" else {}
-        root = {"root": self.root} if self.name in ("gatherv", "scatterv") else {}
-        function = getattr(notoken, self.name)
-        if self.known:
-            if self.name == "alltoallv":
-                received = [counts[rank] for counts in self.sent]
-                return function(x, self.sent[rank], np.asarray(received), **more), received
-            return function(x, counts=self.counts, **op, **root, **more), self.counts
-        more["rows"] = self.room(None, rank)
+        rank, more = comm.rank, {"comm": comm} if self.known else {"comm": comm, "rows": self.room(comm.rank)}
+        if self.name == "alltoallv" and self.known:
+            return notoken.alltoallv(x, self.sent[rank], np.asarray(self.told(rank)), **more), self.told(rank)
         if self.name == "alltoallv":
-            return function(x, jnp.asarray(self.sent[rank], jnp.int16), **more)
-        whole = self.name == "scatterv"
-        counts = jnp.asarray(self.counts) if whole else jnp.asarray(self.counts[rank])
-        return function(x, counts=counts, **op, **root, **more)
+            return notoken.alltoallv(x, jnp.asarray(self.sent[rank], jnp.int16), **more)
+        if self.known:
+            return call_of(self.name, x, self.counts, self.root, **more), self.counts
+        counts = self.counts if self.name == "scatterv" else self.counts[rank]
+        return call_of(self.name, x, jnp.asarray(counts), self.root, **more)
 
     def told(self, rank):
         return [counts[rank] for counts in self.sent] if self.name == "alltoallv" else self.counts
 
 
-WAYS = {"eager": lambda f: f, "jit": jax.jit, "jaxmpi.jit": jaxmpi.jit}
-
-
-def cases(size, dtypes=("float64", "float32", "int8", "bool", "complex64", "bfloat16", "float8_e5m2")):
-    def dtype_for(name):
-        return st.sampled_from([d for d in dtypes if name != "reduce_scatter" or d not in ("bool", "float8_e5m2")])
-
+@st.composite
+def cases(draw_, size):
+    name = draw_(st.sampled_from(NAMES))
     count = st.one_of(st.just(0), st.integers(0, MOST))
-    nothing = st.just((0,) * size)
-    counts = st.tuples(*[st.one_of(nothing, st.tuples(*[count] * size))] * size)
-    return st.sampled_from(NAMES).flatmap(
-        lambda name: st.builds(
-            Case,
-            st.just(name),
-            counts,
-            st.booleans(),
-            st.integers(0, size - 1),
-            st.sampled_from([(), (1,), (3,), (0,), (2, 2)]),
-            dtype_for(name),
-            st.integers(0, 2),
-        )
+    counts = st.one_of(st.just((0,) * size), st.tuples(*[count] * size))
+    moved = () if name == "reduce_scatter" else ("bool", "float8_e5m2")
+    return Case(
+        name,
+        draw_(st.tuples(*[counts] * size)),
+        draw_(st.booleans()),
+        draw_(st.integers(0, size - 1)),
+        draw_(st.sampled_from([(), (1,), (3,), (0,), (2, 2)])),
+        draw_(st.sampled_from(["float64", "float32", "int8", "complex64", "bfloat16", *moved])),
+        draw_(st.integers(0, 2)),
     )
-
-
-def several(size, *dtypes):
-    """Cases that are in one program."""
-    return st.lists(cases(size, *dtypes), min_size=6, max_size=6)
 
 
 @pytest.mark.seconds(600)
@@ -136,53 +127,8 @@ def test_random_counts(comm, rank, size):
             np.testing.assert_array_equal(np.asarray(y), expected, err_msg=str(case))
             np.testing.assert_array_equal(counts, case.told(rank), err_msg=str(case))
 
-    drawing.on_all_ranks(comm, st.tuples(st.sampled_from(list(WAYS)), several(size)), check, 16)
-
-
-@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-@pytest.mark.seconds(600)
-def test_random_adjoints(comm, rank, size):
-    """Dot products, exact since all numbers are small integers; of the adjoint of the adjoint too."""
-
-    def products(case, x, u):
-        f = lambda x: case.call(x, comm)[0]  # noqa: E731
-        y, pull = jax.vjp(f, x)
-        w = jnp.asarray(draw(y.shape, np.float64, rank, 6))
-        dy = jax.jvp(f, (x,), (u,))[1]
-        again = jax.linear_transpose(lambda w: pull(w)[0], y)(u)[0]
-        return jnp.vdot(dy, w), jnp.vdot(u, pull(w)[0]), again, dy
-
-    def check(drawn):
-        xs = [jnp.asarray(case.inputs(size)[rank]) for case in drawn]
-        us = [jnp.asarray(draw(x.shape, np.float64, rank, 5)) for x in xs]
-        found = jax.jit(lambda xs, us: [products(*row) for row in zip(drawn, xs, us, strict=True)])(xs, us)
-        dots = comm.allreduce(np.asarray([[float(dot) for dot in row[:2]] for row in found]))
-        for case, (forth, behind), (_, _, again, dy) in zip(drawn, dots, found, strict=True):
-            assert forth == behind, case
-            np.testing.assert_array_equal(again, dy, err_msg=str(case))
-
-    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 8)
-
-
-@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-def test_random_batches(comm, rank, size):
-    def check(drawn):
-        pairs = [(case.inputs(size), [2 * x for x in case.inputs(size)]) for case in drawn]
-        axes = [len(case.row) for case in drawn]
-        batches = [
-            jnp.stack([jnp.asarray(xs[rank]) for xs in p], axis=axis) for p, axis in zip(pairs, axes, strict=True)
-        ]
-
-        @jax.jit
-        def call(batches):
-            every = zip(drawn, axes, batches, strict=True)
-            return [jax.vmap(lambda x, case=case: case.call(x, comm)[0], in_axes=axis)(b) for case, axis, b in every]
-
-        for case, pair, ys in zip(drawn, pairs, call(batches), strict=True):
-            for xs, y in zip(pair, ys, strict=True):
-                np.testing.assert_array_equal(y, case.expected(xs, rank), err_msg=str(case))
-
-    drawing.on_all_ranks(comm, several(size, ("float64",)), check, 8)
+    together = st.tuples(st.sampled_from(list(WAYS)), st.lists(cases(size), min_size=6, max_size=6))
+    drawing.on_all_ranks(comm, together, check, 16)
 
 
 @rows("names", ["allgatherv", "gatherv", "reduce_scatter"])
@@ -191,9 +137,7 @@ def test_impossible_count(names, comm, rank, size):
 
     def check(row):
         name, way = row
-        op = [MPI.SUM] if name == "reduce_scatter" else []
-        root = [0] if name == "gatherv" else []
-        call = WAYS[way](lambda x, count: getattr(notoken, name)(x, *op, count, *root))
+        call = WAYS[way](lambda x, count: call_of(name, x, count))
         x = jnp.arange(3.0)
         for wrong in [-1, 4, 2**31 - 1, 2**40]:
             if name == "reduce_scatter" and size == 1 and wrong == 4:
@@ -229,9 +173,8 @@ def test_impossible_counts_of_alltoallv(comm, rank, size):
 def test_no_arrays(rank, size):
     """Of an empty pytree the counts are told all the same."""
     counts = [r + 1 for r in range(size)]
-    for name, more in (("allgatherv", []), ("gatherv", [0]), ("reduce_scatter", [])):
-        op = [MPI.SUM] if name == "reduce_scatter" else []
-        tree, told = getattr(notoken, name)((), *op, jnp.asarray(counts[rank]), *more)
+    for name in ("allgatherv", "gatherv", "reduce_scatter"):
+        tree, told = call_of(name, (), jnp.asarray(counts[rank]))
         assert tree == ()
         np.testing.assert_array_equal(told, counts)
     np.testing.assert_array_equal(notoken.alltoallv({}, jnp.asarray(counts), rows=3)[1], [rank + 1] * size)
@@ -245,45 +188,6 @@ def test_impossible_counts_of_scatterv(comm, rank, size):
         error = raised(lambda wrong=wrong: call(jnp.arange(3.0), jnp.asarray([wrong] + [0] * (size - 1))))
         assert "rank 0" in error
     np.testing.assert_array_equal(call(jnp.arange(3.0), jnp.asarray([3] + [0] * (size - 1)))[1][0], 3)
-
-
-@rows("names", NAMES)
-def test_too_little_room(names, comm, rank, size):
-    """An error where the result is too small; the other ranks go on."""
-    each(names, lambda name: check_too_little_room(name, rank, size))
-
-
-def check_too_little_room(name, rank, size):
-    x = jnp.arange(2.0 * size)
-    op = [MPI.SUM] if name == "reduce_scatter" else []
-    root = [0] if name == "gatherv" else [0] if name == "scatterv" else []
-    counts = jnp.asarray(2) if name in ("allgatherv", "gatherv", "reduce_scatter") else jnp.full(size, 2)
-    small = rank == 0
-    full = {"scatterv": 2, "reduce_scatter": 2}.get(name, 2 * size)
-    rows = full - 1 if small else full
-    error = raised(lambda: getattr(notoken, name)(x, *op, counts, *root, rows=rows))
-    assert error == "" if not small else f"rows sent to this rank: {full}; its result has room for {full - 1}" in error
-    y, _ = getattr(notoken, name)(x, *op, counts, *root, rows=full)
-    assert y.shape == ((full,) if name != "gatherv" or rank == 0 else x.shape)
-
-
-@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-def test_gradient_of_particles(comm, rank, size):
-    """Each rank sends its numbers to where they belong, by destinations that are known at run time only."""
-
-    @jaxmpi.jit
-    def energy(x, destination):
-        order = jnp.argsort(destination)
-        y, _ = notoken.alltoallv(x[order], jnp.bincount(destination, length=size), rows=4 * size)
-        return notoken.allreduce(jnp.sum(y**2 * (rank + 1)), MPI.SUM)
-
-    for seed in range(3):
-        generator = np.random.default_rng([seed, rank])
-        x, destination = jnp.asarray(generator.normal(size=4)), jnp.asarray(generator.integers(0, size, 4))
-        value, gradient = jax.value_and_grad(energy)(x, destination)
-        np.testing.assert_allclose(gradient, 2 * x * (destination + 1))
-        everywhere = comm.allreduce(float(jnp.sum(x**2 * (destination + 1))))
-        np.testing.assert_allclose(value, everywhere)
 
 
 def test_exscan_of_rank_0(rank, size):
@@ -301,10 +205,8 @@ def test_exscan_of_rank_0(rank, size):
         "BXOR": [(jnp.uint16(7), 0)],
     }
     calls = [(name, x, identity) for name, values in identities.items() for x, identity in values]
-    xs, scan = (
-        [x for _, x, _ in calls],
-        lambda xs: [notoken.exscan(x, getattr(MPI, name)) for x, (name, _, _) in zip(xs, calls, strict=True)],
-    )
+    xs = [x for _, x, _ in calls]
+    scan = lambda xs: [notoken.exscan(x, getattr(MPI, c[0])) for x, c in zip(xs, calls, strict=True)]  # noqa: E731
     with jax.transfer_guard("disallow"):
         found = [notoken.exscan(xs[0], MPI.SUM), *jax.jit(scan)(xs)[1:]]
 
@@ -349,34 +251,31 @@ def test_derivatives_of_other_reductions(comm, rank, size):
         assert gradient.shape == ()
 
 
-TREES_WITHOUT_ROOM = {
-    "alltoallv": lambda tree, counts, room: notoken.alltoallv(tree, counts, rows=room(3 * counts.size)),
-    "allgatherv": lambda tree, counts, room: notoken.allgatherv(tree, jnp.sum(counts), rows=room(3 * counts.size**2)),
-    "gatherv": lambda tree, counts, room: notoken.gatherv(tree, jnp.sum(counts), 0, rows=room(3 * counts.size**2)),
-    "scatterv": lambda tree, counts, room: notoken.scatterv(tree, counts, 0, rows=room(3)),
-    "reduce_scatter": lambda tree, counts, room: notoken.reduce_scatter(
-        tree, MPI.SUM, counts=jnp.int32(3), rows=room(3)
-    ),
-}
+def without_room(name, tree, counts, room):
+    """A tree of rows, as many to each rank as `counts` says; `room` of what the result needs."""
+    size = counts.size
+    if name == "alltoallv":
+        return notoken.alltoallv(tree, counts, rows=room(3 * size))
+    if name in ("scatterv", "reduce_scatter"):
+        return call_of(name, tree, counts if name == "scatterv" else jnp.int32(3), rows=room(3))
+    return call_of(name, tree, jnp.sum(counts), rows=room(3 * size**2))
 
 
-@rows("names", TREES_WITHOUT_ROOM)
+@rows("names", NAMES)
 def test_one_rank_has_too_little_room_for_a_tree(names, rank, size):
     """It takes part in the communication of all arrays, so that the others get theirs, and what follows is right."""
     x = jnp.arange(3.0 * size) + 100 * rank
     tree = {"a": x, "b": jnp.zeros((3 * size, 0)), "c": x.astype(jnp.int32)}
     counts = jnp.full(size, 3)
-    enough = jax.jit(
-        lambda tree: {name: TREES_WITHOUT_ROOM[name](tree, counts, lambda rows: rows)[0] for name in names}
-    )
-    right = enough(tree)
+    right = jax.jit(lambda tree: {name: without_room(name, tree, counts, lambda rows: rows)[0] for name in names})(tree)
 
     def check(row):
         name, way, short = row
         short_here = rank == range(size)[short] and (name != "gatherv" or rank == 0)
-        f = WAYS[way](lambda tree: TREES_WITHOUT_ROOM[name](tree, counts, lambda rows: rows - short_here))
+        f = WAYS[way](lambda tree: without_room(name, tree, counts, lambda rows: rows - short_here))
         if short_here:
-            with pytest.raises(jax.errors.JaxRuntimeError, match="has room for"):
+            told = r"rows sent to this rank: \d+; its result has room for \d+"
+            with pytest.raises(jax.errors.JaxRuntimeError, match=told):
                 jax.block_until_ready(f(tree))
         else:
             jax.tree.map(np.testing.assert_array_equal, f(tree)[0], right[name])
@@ -384,4 +283,4 @@ def test_one_rank_has_too_little_room_for_a_tree(names, rank, size):
         np.testing.assert_array_equal(y, 7.0 + np.arange(size))
 
     hows = (("eager", 0), ("jaxmpi.jit", -1))
-    each([(name, *hows[list(TREES_WITHOUT_ROOM).index(name) % 2]) for name in names], check)
+    each([(name, *hows[NAMES.index(name) % 2]) for name in names], check)

@@ -16,8 +16,6 @@ from support.table import NEW_JAX, raised
 
 pytestmark = pytest.mark.usefixtures("own_errors")
 
-JITS = [jax.jit, jaxmpi.jit]
-
 
 def around(x, rank, size):
     """Each rank's array by all others, in a loop over partners."""
@@ -29,7 +27,7 @@ def around(x, rank, size):
     return lax.fori_loop(0, size, step, jnp.zeros((size, *x.shape), x.dtype))
 
 
-@pytest.mark.parametrize("jit", JITS)
+@pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit])
 def test_loop_over_partners(jit, comm, rank, size):
     """One program for all ranks: the rank is an argument, too."""
     x = jnp.arange(4.0) + 10 * rank

@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import _core, notoken
-from jaxmpi._mpi import communicators
 from support import drawing
 from support.launch import launch
 from support.rows import each, rows
@@ -119,37 +118,6 @@ def same(ours, theirs, tolerance=0.0):
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-@every_way
-def test_dtypes(ways, comm, rank):
-    """A reduction that is not defined for a dtype is refused with the words of the blocking one."""
-    numbers = draw((2, 3), np.dtype("int64"), rank)
-    xs = {name: jnp.asarray(numbers).astype(name) for name in ("bool", "int8", "bfloat16", "float32", "complex64")}
-
-    def refused(operation, x):
-        try:
-            jax.eval_shape(lambda x: operation(x, comm), x)
-        except TypeError as error:
-            return str(error)
-        return ""
-
-    whys = {(way, name): [refused(f, x) for f in WAYS[way]] for way in ways for name, x in xs.items()}
-    each(list(whys), lambda row: _same_refusal(*whys[row]))
-    taken = {way: [name for name in xs if not whys[way, name][0]] for way in ways}
-    found = both(lambda way, f, xs: {name: f(xs[name], comm) for name in taken[way]}, ways, xs)
-    alike(found)
-    assert "iallreduce of maxima" not in ways or "complex64" not in taken["iallreduce of maxima"]
-
-
-def _same_refusal(ours, theirs):
-    assert ours == (theirs and "i" + theirs)
-
-
-@every_way
-def test_trees(ways, comm, rank):
-    x = {"a": numbers((2, 3), rank), "b": [numbers((), rank), jnp.int32(rank)], "none": None, "c": numbers((0,), rank)}
-    alike(both(lambda way, f, x: f(x, comm), ways, x), 1e-15)
-
-
 def test_empty_tree(comm):
     assert notoken.wait(notoken.iallreduce([], MPI.SUM)) == []
     assert notoken.wait(notoken.isend([], right(comm))) is None
@@ -181,28 +149,6 @@ def test_repr(comm, rank):
     jax.jit(notoken.wait)(request)
 
 
-def test_carried_by_scan(comm, rank, size):
-    """The message of a step travels while the one before is used."""
-
-    @jax.jit
-    def f(x):
-        def start(x):
-            return notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)
-
-        def step(carry, i):
-            y, _ = notoken.waitall(carry[1])
-            return (y + i, start(y + i)), y
-
-        (_, requests), ys = lax.scan(step, (x, start(x)), jnp.arange(4.0))
-        return notoken.waitall(requests)[0], ys
-
-    x = numbers((3,), rank)
-    last, ys = f(x)
-    own = [numbers((3,), (rank - 1 - i) % size) + sum(range(i)) for i in range(5)]
-    same(ys, jnp.stack(own[:4]), 1e-14)
-    same(last, own[4], 1e-14)
-
-
 def test_carried_by_loops(comm, rank, size):
     start = lambda x: notoken.iallreduce(x, MPI.MAX)  # noqa: E731
     step = lambda i, request: start(notoken.wait(request) + i)  # noqa: E731
@@ -215,21 +161,6 @@ def test_carried_by_loops(comm, rank, size):
         return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[0], c[1])), (0, start(x)))[1]
 
     np.testing.assert_allclose(notoken.wait(jax.jit(loop)(x)), top + 3)
-
-
-def test_branches(comm, rank):
-    x = numbers((3,), rank)
-
-    @jax.jit
-    def f(x, first):
-        request = lax.cond(
-            first, lambda x: notoken.iallreduce(x, MPI.SUM), lambda x: notoken.iallreduce(2 * x, MPI.SUM), x
-        )
-        return lax.cond(first, lambda r: notoken.wait(r), lambda r: notoken.wait(r) + 1, request)
-
-    total = notoken.allreduce(x, MPI.SUM)
-    same(f(x, True), total, 1e-14)
-    same(f(x, False), 2 * total + 1, 1e-14)
 
 
 def test_stacked_by_scan(comm, rank, size):
@@ -255,82 +186,70 @@ def test_one_envelope(comm, rank, size):
         notoken.wait(sends[4 - i])
 
 
-def _random_order(size):
-    kinds = st.sampled_from(["message", "iallreduce", "ibcast", "ialltoall", "barrier", "exchange", "blocking"])
-    shapes = st.sampled_from([(0,), (1,), (5,), (5000,), (60000,)])
-    steps = st.tuples(kinds, shapes, st.integers(0, 2), st.booleans())
-    return st.tuples(st.lists(steps, min_size=1, max_size=10), st.integers(0, 1 << 30), st.booleans())
+def _kinds(comm, grid):
+    """Of each kind a start with a tag, which may be none; what its result gives; and that by NumPy of what all have."""
+
+    def message(x, tag):
+        return [notoken.irecv(x, left(comm), tag=tag), notoken.isend(x, right(comm), tag=tag)]
+
+    def exchange(x, tag):
+        return grid.start(jnp.broadcast_to(x.sum() + jnp.arange(5.0), (2, 5)))
+
+    def exchanged(xs, tag):
+        row = xs[comm.rank].sum() + np.arange(5.0)
+        row[0], row[-1] = xs[left(comm)].sum() + 3, xs[right(comm)].sum() + 1
+        return np.stack([row, row])
+
+    return {
+        "message": (message, lambda xs, tag: [xs[left(comm)], None]),
+        "iallreduce": (lambda x, tag: notoken.iallreduce(x, MPI.SUM), lambda xs, tag: sum(xs)),
+        "ibcast": (lambda x, tag: notoken.ibcast(x, tag % comm.size), lambda xs, tag: xs[tag % comm.size]),
+        "ialltoall": (
+            lambda x, tag: notoken.ialltoall(_stack(x, comm)),
+            lambda xs, tag: np.stack([x * (comm.rank + 1) for x in xs]),
+        ),
+        "barrier": (lambda x, tag: notoken.ibarrier(), lambda xs, tag: None),
+        "exchange": (exchange, exchanged),
+        "blocking": (
+            lambda x, tag: (blocking_shifted(x, comm, tag), notoken.allreduce(x, MPI.SUM)),
+            lambda xs, tag: (xs[left(comm)], sum(xs)),
+        ),
+    }
+
+
+KINDS = ["message", "iallreduce", "ibcast", "ialltoall", "barrier", "exchange", "blocking"]
+STEPS = st.tuples(st.sampled_from(KINDS), st.sampled_from([(0,), (1,), (5,), (5000,), (60000,)]), st.integers(0, 2))
+ORDERS = st.tuples(st.lists(STEPS, min_size=1, max_size=10), st.integers(0, 1 << 30), st.booleans())
 
 
 def test_random_order(comm, rank, size):
     """Starts, blocking operations and waits in random order, with tags alike; one function, or call by call."""
-    grid = jaxmpi.Grid(size, 3 * size, periodic=True)
+    kinds = _kinds(comm, jaxmpi.Grid(size, 3 * size, periodic=True))
 
     def check(case):
         steps, seed, jitted = case
 
-        def starts(xs):
-            for (kind, _, tag, _), x in zip(steps, xs, strict=True):
-                match kind:
-                    case "message":
-                        receive = notoken.irecv(x, left(comm), tag=tag)
-                        yield [receive, notoken.isend(x, right(comm), tag=tag)], lambda y: y[0]
-                    case "iallreduce":
-                        yield notoken.iallreduce(x, MPI.SUM), lambda y: y
-                    case "ibcast":
-                        yield notoken.ibcast(x, tag % size), lambda y: y
-                    case "ialltoall":
-                        yield notoken.ialltoall(_stack(x, comm)), lambda y: y
-                    case "barrier":
-                        yield notoken.ibarrier(), lambda y, x=x: x
-                    case "exchange":
-                        block = jnp.broadcast_to(x.sum() + jnp.arange(5.0), (2, 5))
-                        yield grid.start(block), lambda y: y
-                    case "blocking":
-                        here = [blocking_shifted(x, comm, tag), notoken.allreduce(x, MPI.SUM)]
-                        yield [], lambda y, here=here: here
-
         def f(xs):
             results, flying, generator = {}, [], random.Random(seed)
-            for i, started in enumerate(starts(xs)):
-                flying.append((i, *started))
+            for i, ((kind, _, tag), x) in enumerate(zip(steps, xs, strict=True)):
+                started = kinds[kind][0](x, tag)
+                if kind == "blocking":
+                    results[i] = started
+                else:
+                    flying.append((i, started))
                 while flying and generator.random() < 0.4:
-                    at, requests, pick = flying.pop(generator.randrange(len(flying)))
-                    results[at] = pick(notoken.waitall(requests))
+                    at, request = flying.pop(generator.randrange(len(flying)))
+                    results[at] = notoken.waitall(request)
             generator.shuffle(flying)
-            for at, requests, pick in flying:
-                results[at] = pick(notoken.waitall(requests))
-            return [results[i] for i in range(len(steps))]
-
-        def expected(step, xs):
-            kind, _, tag, _ = step
-            match kind:
-                case "message":
-                    return xs[rank - 1]
-                case "iallreduce":
-                    return sum(xs)
-                case "ibcast":
-                    return xs[tag % size]
-                case "ialltoall":
-                    return np.stack([x * (rank + 1) for x in xs])
-                case "barrier":
-                    return xs[rank]
-                case "exchange":
-                    sums = [x.sum() for x in xs]
-                    after = sums[(rank + 1) % size]
-                    row = sums[rank] + np.arange(5.0)
-                    row[0], row[-1] = sums[rank - 1] + 3, after + 1
-                    return np.stack([row, row])
-                case "blocking":
-                    return [xs[rank - 1], sum(xs)]
+            return results | {at: notoken.waitall(request) for at, request in flying}
 
         inputs = [[draw(step[1], np.dtype("float64"), r, i) for i, step in enumerate(steps)] for r in range(size)]
         results = (jax.jit(f) if jitted else f)([jnp.asarray(x) for x in inputs[rank]])
-        for i, (step, result) in enumerate(zip(steps, results, strict=True)):
-            same(result, expected(step, [inputs[r][i] for r in range(size)]))
+        for i, (kind, _, tag) in enumerate(steps):
+            same(results[i], kinds[kind][1]([its[i] for its in inputs], tag))
         assert _core.requests_in_flight() == 0
 
-    drawing.on_all_ranks(comm, _random_order(size), check, 24)
+    drawing.on_all_ranks(comm, ORDERS, check, 24)
 
 
 # --- any source, any tag ---------------------------------------------------------------------------------------------
@@ -360,34 +279,6 @@ def test_any_tag_beside_others(comm, rank):
     same(grid.finish(flying), grid.exchange(x))
 
 
-@pytest.mark.parametrize(("how", "length"), [("recv", 4), ("irecv", 18), ("sendrecv", 4)])
-@pytest.mark.skipif(communicators.CHECK, reason="ranks that are compared wait for each other in a start")
-@pytest.mark.ranks(2)
-def test_any_tag_after_the_start_of_an_exchange(how, length, comm, rank, size):
-    """A message with any tag is not that of an exchange that only the sender has started, though both are as long."""
-    grid = jaxmpi.Grid(size, 3 * size)
-    u, x = jnp.zeros((2, 5)) + rank, jnp.arange(float(length))
-    wanted = grid.exchange(u)
-    if rank == 0:
-        flying = grid.start(u)
-        notoken.send(x, 1, tag=5)
-        comm.barrier()
-    else:
-        comm.barrier()
-        if rank == 1:
-            template = jnp.zeros(length)
-            match how:
-                case "recv":
-                    y = notoken.recv(template, 0)
-                case "irecv":
-                    y = notoken.wait(notoken.irecv(template, 0))
-                case "sendrecv":
-                    y = notoken.sendrecv(template, template, 0, MPI.PROC_NULL)
-            same(y, x)
-        flying = grid.start(u)
-    same(grid.finish(flying), wanted)
-
-
 @derivatives
 def test_any_tag_in_a_derivative_beside_others(comm, rank):
     """The tangent's message of a sendrecv with any tag, while others are expected."""
@@ -407,13 +298,6 @@ def test_any_tag_in_a_derivative_beside_others(comm, rank):
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
-
-
-def test_send_is_waited_for_first(comm, rank):
-    x = jnp.full(LARGE, float(rank))
-    receive, send = notoken.irecv(x, left(comm)), notoken.isend(x, right(comm), tag=2)
-    notoken.wait(send)
-    same(notoken.wait(receive), jnp.full(LARGE, float(left(comm))))
 
 
 @pytest.mark.ranks(2)
@@ -512,16 +396,6 @@ def test_communicators(comm, rank, size):
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-@every_way
-def test_batches(ways, comm, rank):
-    def call(way, operation, x):
-        once = jax.vmap(lambda x: operation(x, comm))
-        other = jax.vmap(lambda x: operation(x, comm), in_axes=1, out_axes=2)
-        return once(x), jax.vmap(once)(x[None]), other(x)
-
-    alike(both(call, ways, numbers((4, 2, 3), rank)), 1e-14)
-
-
 def test_batches_wait_for_what_was_started_outside(comm, rank):
     x, ys = numbers((3,), rank), numbers((4, 3), 9)
     for start, blocking in (
@@ -553,14 +427,6 @@ def test_requests_of_a_batch_leave_together(comm, rank):
 # --- derivatives -----------------------------------------------------------------------------------------------------
 
 
-def _loss(operation, comm, rank):
-    def f(x):
-        y = operation(jnp.sin(x), comm)
-        return jnp.sum(jnp.cos(y) * (rank + 1.0)) + jnp.sum(operation(x * x, comm) ** 2)
-
-    return f
-
-
 TRANSFORMATIONS = {
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
     "hessian": jax.hessian,
@@ -579,7 +445,10 @@ def test_derivatives(ways, comm, rank):
         return TRANSFORMATIONS if way == "message" else ("jvp", "hessian") if "of" in way else ("jvp", "batch of grad")
 
     def call(way, operation, x):
-        loss = _loss(operation, comm, rank)
+        def loss(x):
+            y = operation(jnp.sin(x), comm)
+            return jnp.sum(jnp.cos(y) * (rank + 1.0)) + jnp.sum(operation(x * x, comm) ** 2)
+
         return {name: TRANSFORMATIONS[name](loss)(x) for name in chosen(way)}
 
     alike(both(call, ways, numbers((3,), rank)), 1e-11)
@@ -605,34 +474,31 @@ def test_constant_on_a_rank(ways, comm, rank, size):
 def test_derivatives_of_carries(comm, rank):
     """The carry of a scan holds requests."""
 
-    def loss(nonblocking):
-        def start(x):
-            return [notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)]
+    def start(x):
+        return [notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)]
 
-        def step(carry, i):
-            x, requests = carry
-            y = notoken.waitall(requests)[0]
-            x = jnp.sin(y) * i + x
-            return (x, start(x)), jnp.sum(y)
+    def step(carry, i):
+        x, requests = carry
+        y = notoken.waitall(requests)[0]
+        x = jnp.sin(y) * i + x
+        return (x, start(x)), jnp.sum(y)
 
-        def f(x):
-            if not nonblocking:
+    def ours(x):
+        (x, requests), ys = lax.scan(step, (x, start(x)), jnp.arange(1.0, 4.0))
+        return jnp.sum(notoken.waitall(requests)[0] ** 2) + jnp.sum(ys)
 
-                def plain(x, i):
-                    y = blocking_shifted(x, comm)
-                    return jnp.sin(y) * i + x, jnp.sum(y)
+    def plain_step(x, i):
+        y = blocking_shifted(x, comm)
+        return jnp.sin(y) * i + x, jnp.sum(y)
 
-                x, ys = lax.scan(plain, x, jnp.arange(1.0, 4.0))
-                return jnp.sum(blocking_shifted(x, comm) ** 2) + jnp.sum(ys)
-            (x, requests), ys = lax.scan(step, (x, start(x)), jnp.arange(1.0, 4.0))
-            return jnp.sum(notoken.waitall(requests)[0] ** 2) + jnp.sum(ys)
+    def plain(x):
+        x, ys = lax.scan(plain_step, x, jnp.arange(1.0, 4.0))
+        return jnp.sum(blocking_shifted(x, comm) ** 2) + jnp.sum(ys)
 
-        return f
+    def of_both(x):
+        return [[TRANSFORMATIONS[t](f)(x) for t in ("hessian", "batch of grad")] for f in (ours, plain)]
 
-    def derivatives(x):
-        return [[TRANSFORMATIONS[t](loss(n))(x) for t in ("hessian", "batch of grad")] for n in (True, False)]
-
-    same(*jax.jit(derivatives)(numbers((3,), rank)), 1e-11)
+    same(*jax.jit(of_both)(numbers((3,), rank)), 1e-11)
 
 
 @derivatives
@@ -682,14 +548,9 @@ def test_normal_equations(comm, rank, size):
     them for no request. Against NumPy with the matrix of the blocking operation; one is differentiated once more."""
     n = 4 * size
     halos = jaxmpi.Grid(size, (n - 2) * size, periodic=True, comm=comm)
-    rows = jaxmpi.IndexMap(n * rank + np.arange(n), np.arange(n) + (rank + 1) % size * n if size > 1 else [], comm=comm)
     maps = {
         "message": WAYS["message"],
         "halo": (lambda x, c: halos.finish(halos.start(x)), lambda x, c: halos.exchange(x)),
-        "ghosts": tuple(
-            lambda x, c, move=move: x + 0.5 * move(rows.pad(x))[-n:]
-            for move in (lambda x: notoken.wait(rows.start(x)), rows.exchange)
-        ),
     }
 
     def gradients(name, times, b):
@@ -702,7 +563,7 @@ def test_normal_equations(comm, rank, size):
     columns_of = {
         name: np.concatenate(comm.allgather(np.asarray(y)), axis=1).T for name, y in columns_of(every[:, rank]).items()
     }
-    cases, b = [("message", 1), ("halo", 2), ("ghosts", 1)], numbers((n,), rank)
+    cases, b = [("message", 1), ("halo", 2)], numbers((n,), rank)
     found = jax.jit(lambda b: {name: gradients(name, times, b) for name, times in cases})(b)
     all_b = np.concatenate([numbers((n,), r) for r in range(size)])
 
@@ -718,81 +579,38 @@ def test_normal_equations(comm, rank, size):
     each(cases, solved)
 
 
-TRACED = ("dest", "sendtag", "source", "recvtag")
-
-
-ENDS = {"-".join(names): names for names in (("dest", "recvtag"), ("sendtag", "source"), TRACED)}
+ENDS = [("dest", "recvtag"), ("sendtag", "source"), ("dest", "sendtag", "source", "recvtag")]
 
 
 @derivatives
-@rows("cases", ENDS)
+@rows("cases", ENDS, "-".join)
 def test_traced_ends(cases, comm, rank):
     """What is known at run time only gives what is known while tracing gives, in derivatives of each kind as well."""
     known = {"dest": right(comm), "sendtag": 1, "source": left(comm), "recvtag": 1}
     x, v = numbers((3,), rank), numbers((3,), rank, 1)
 
-    def f(x, ends, leaves):
+    def f(x, ends):
         ends = {**known, **ends}
-        tree = lambda x: [(k + 1) * x * x for k in range(leaves)]  # noqa: E731
-        receive = notoken.irecv(tree(x), ends["source"], tag=ends["recvtag"])
-        send = notoken.isend(tree(jnp.sin(x)), ends["dest"], tag=ends["sendtag"])
-        received = jax.jit(lambda requests: notoken.waitall(requests)[0])([receive, send])
-        return sum((k + 2) * y * x for k, y in enumerate(received))
+        receive = notoken.irecv([x * x, 2 * x * x], ends["source"], tag=ends["recvtag"])
+        send = notoken.isend([x * jnp.sin(x), jnp.cos(x)], ends["dest"], tag=ends["sendtag"])
+        first, second = jax.jit(lambda requests: notoken.waitall(requests)[0])([receive, send])
+        return (2 * first + 3 * second) * x
 
-    def derivatives(leaves, given):
-        g = lambda x: jnp.sum(jnp.tanh(f(x, given, leaves)) ** 2)  # noqa: E731
+    def derivatives(given, every):
+        g = lambda x: jnp.sum(jnp.tanh(f(x, given)) ** 2)  # noqa: E731
         few = {"forward over reverse": jax.jvp(jax.grad(g), (x,), (v,))}
-        if leaves == 1:
-            return few
-        return few | {
-            "value": f(x, given, leaves),
-            "reverse over reverse": jax.grad(lambda x: jnp.sum(jax.grad(g)(x) ** 2))(x),
-            "batch": jax.vmap(jax.grad(g))(jnp.stack([x, v, x + v])),
-            "checkpoint": jax.grad(jax.checkpoint(g))(x),
+        more = {
+            "value": lambda: f(x, given),
+            "reverse over reverse": lambda: jax.grad(lambda x: jnp.sum(jax.grad(g)(x) ** 2))(x),
+            "batch": lambda: jax.vmap(jax.grad(g))(jnp.stack([x, v, x + v])),
+            "checkpoint": lambda: jax.grad(jax.checkpoint(g))(x),
         }
+        return few | {name: call() for name, call in more.items() if every}
 
-    leaves = {case: 2 if ENDS[case] == TRACED else 1 for case in cases}
-    given = {case: {name: known[name] for name in ENDS[case]} for case in cases}
-    found = jax.jit(lambda given: {case: derivatives(leaves[case], given[case]) for case in cases})(given)
-    wanted = jax.jit(lambda: {number: derivatives(number, {}) for number in set(leaves.values())})()
-    each(cases, lambda case: same(found[case], wanted[leaves[case]], 1e-13))
-
-
-@derivatives
-def test_traced_partners_of_a_loop(comm, rank, size):
-    """One program for all partners, whose requests are carried; the gradient is that of an allgather."""
-    x = numbers((2,), rank)
-
-    def both(x, k):
-        send = notoken.isend(x, (rank + k) % size, tag=k)
-        return notoken.irecv(x, (rank - k) % size, tag=k), send
-
-    def f(x):
-        def step(carry, k):
-            requests, total = carry
-            following = both(x * k, k + 1)
-            received, _ = notoken.waitall(requests)
-            return (following, total + jnp.sin(received) * k), None
-
-        (last, total), _ = jax.lax.scan(step, (both(x, jnp.int32(0)), jnp.zeros_like(x)), jnp.arange(size))
-        received, _ = notoken.waitall(last)
-        return jnp.sum(total * x) + jnp.sum(received**2)
-
-    @jax.jit
-    def plain(xs):
-        """The sum of all ranks' results."""
-        total = 0.0
-        for r in range(size):
-            part = jnp.zeros(2)
-            for k in range(size):
-                part += jnp.sin(xs[(r - k) % size] * max(k - 1, 0) if k else xs[r]) * k
-            total += jnp.sum(part * xs[r]) + jnp.sum((xs[r] * (size - 1)) ** 2)
-        return total
-
-    every = jnp.stack([numbers((2,), r) for r in range(size)])
-    value, gradient = jax.jit(jax.value_and_grad(f))(x)
-    same(notoken.allreduce(value, MPI.SUM), plain(every), 1e-12)
-    same(gradient, jax.grad(plain)(every)[rank], 1e-12)
+    given = {case: {name: known[name] for name in case} for case in cases}
+    found = jax.jit(lambda given: {case: derivatives(given[case], len(case) == 4) for case in cases})(given)
+    wanted = jax.jit(lambda: derivatives({}, True))()
+    each(cases, lambda case: same(found[case], {name: wanted[name] for name in found[case]}, 1e-13))
 
 
 @derivatives
@@ -808,70 +626,6 @@ def test_traced_tag_of_no_derivative(tag, comm, rank):
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="tag"):
         jax.jit(jax.grad(f))(numbers((3,), rank), tag).block_until_ready()
-
-
-# --- grids -----------------------------------------------------------------------------------------------------------
-
-
-def _grids(size):
-    def factors(n, k):
-        if k == 1:
-            return [(n,)]
-        return [(f, *rest) for f in range(1, n + 1) if n % f == 0 for rest in factors(n // f, k - 1)]
-
-    @st.composite
-    def case(draw_):
-        dimensions = draw_(st.integers(1, 3))
-        processes = draw_(st.sampled_from(factors(size, dimensions)))
-        shape = tuple(p * draw_(st.integers(3, 4)) for p in processes)
-        periodic = tuple(draw_(st.booleans()) for _ in processes)
-        width = draw_(
-            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=dimensions, max_size=dimensions)
-        )
-        boundary = draw_(st.sampled_from([None, "reflect", "symmetric", "edge"]))
-        return processes, shape, periodic, width, boundary, draw_(st.integers(0, 99))
-
-    return case()
-
-
-def test_grids(comm, rank, size):
-    def check(case):
-        processes, shape, periodic, width, boundary, seed = case
-        grid = jaxmpi.Grid(processes, shape, periodic=periodic)
-        padded = [n + low + high for n, (low, high) in zip(grid.local_shape, width, strict=True)]
-        u = {
-            "a": numbers(padded, rank, seed),
-            "b": jnp.asarray(draw((2, *padded), np.dtype("int32"), rank, seed)),
-            "c": numbers(padded, rank, seed + 1).astype(jnp.complex64),
-        }
-        more = {} if boundary is None else {"boundary": boundary}
-
-        def f(u):
-            request = grid.start(u, width, **more)
-            return grid.finish(request, after=jnp.sin(u["a"]))
-
-        try:
-            wanted = grid.exchange(u, width, **more)
-        except (ValueError, TypeError) as error:
-            with pytest.raises(type(error)):
-                f(u)
-            return
-        got, y = (jax.jit(f) if seed % 2 else f)(u)
-        same(got, wanted)
-        same(y, jnp.sin(u["a"]))
-        if not NEW_JAX:
-            return
-        a, v, w = (numbers(padded, rank, seed + i) for i in (2, 3, 4))
-        ours = lambda a: f({**u, "a": a})[0]["a"]  # noqa: E731
-        theirs = lambda a: grid.exchange({**u, "a": a}, width, **more)["a"]  # noqa: E731
-        both = jax.jit(lambda a, v, w: [(jax.jvp(g, (a,), (v,)), jax.vjp(g, a)[1](w)) for g in (ours, theirs)])
-        mine, expected = both(a, v, w)
-        same(mine, expected, 1e-13)
-        (_, forward), (back,) = mine
-        dots = [comm.allreduce(float(jnp.vdot(*pair))) for pair in ((w, forward), (back, v))]
-        np.testing.assert_allclose(*dots, rtol=1e-9, atol=1e-9)
-
-    drawing.on_all_ranks(comm, _grids(size), check, 8)
 
 
 @derivatives
@@ -893,9 +647,6 @@ def test_several_exchanges_in_flight(comm, rank, size):
     same(*jax.jit(lambda x: [(h(x), jax.grad(h)(x), jax.hessian(h)(x)) for h in (f, g)])(x), 1e-12)
 
 
-# --- after -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 def test_after(jit, comm, rank):
     x = numbers((3,), rank)
@@ -906,18 +657,6 @@ def test_after(jit, comm, rank):
         same(y, total, 1e-15)
         assert jax.tree.structure(back) == jax.tree.structure(given)
         assert all(jnp.all(a == b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(given), strict=True))
-
-
-@derivatives
-def test_after_has_a_derivative(comm, rank):
-    x = numbers((3,), rank)
-
-    def f(x):
-        y, z = notoken.wait(notoken.iallreduce(x, MPI.SUM), after=jnp.sin(x))
-        return jnp.sum(y * y) + jnp.sum(z * z)
-
-    g = lambda x: jnp.sum(notoken.allreduce(x, MPI.SUM) ** 2) + jnp.sum(jnp.sin(x) ** 2)  # noqa: E731
-    same(*jax.jit(lambda x: [jax.hessian(h)(x) for h in (f, g)])(x), 1e-13)
 
 
 def test_tokens(comm, rank):
@@ -1036,94 +775,12 @@ def test_never_waited_for(script):
             assert f"program.py:{line}" in told[0], told
 
 
-@pytest.mark.nightly
-@pytest.mark.alone
-@pytest.mark.parametrize("late", [8, -8])
-def test_reduction_in_python_that_is_never_waited_for(late, script):
-    """It is completed while Python is there: later mpi4py would end the job. Negative: rank 1 never starts it."""
-    program = script(
-        f"""
-        import time
-        import numpy as np
-
-        def add(x, y, _):
-            np.frombuffer(y, np.float32)[:] += np.frombuffer(x, np.float32)
-            print("called", flush=True)
-
-        op = MPI.Op.Create(add, commute=True)
-        time.sleep(abs({late}) * rank)
-        if rank == 0 or {late} > 0:
-            notoken.iallreduce(jnp.ones(3, jnp.float32), op)
-        """
-    )
-    done = launch(2, program)
-    assert ("called" in done.stdout) == (late > 0)
-    assert done.stderr.count("has never waited for iallreduce of 3 float32, op user-defined") == 1 + (late > 0)
-    assert "ABORT" not in done.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.parametrize("grid", [False, True])
-def test_reports_name_what_is_waited_for(grid, script):
-    """Of several requests the one that does not come, not the first."""
-    program = script(
-        f"""
-        import time
-
-        grid = jaxmpi.Grid((2,), (8,))
-        x = jnp.ones(4)
-
-        @jaxmpi.jit
-        def f(x):
-            sent = notoken.isend(x, 1 - rank, tag=4)
-            late = grid.start(grid.pad(x)) if {grid} else notoken.irecv(jnp.zeros(5), 1 - rank, tag=6)
-            return notoken.waitall([sent, late])
-
-        if rank == 0:
-            jax.block_until_ready(f(x))
-        else:
-            notoken.recv(x, 0, tag=4)
-            time.sleep(5)
-            if {grid}:
-                jax.block_until_ready(grid.exchange(grid.pad(x)))
-            else:
-                notoken.send(jnp.zeros(5), 0, tag=6)
-        """
-    )
-    done = launch(2, program, JAXMPI_TIMEOUT="1")
-    (told,) = [line for line in done.stderr.splitlines() if "rank 0 has been waiting" in line]
-    assert ("in Grid.start of" if grid else "irecv of 5 float32, source 1, tag 6,") in told
-    assert "program.py:15 (f)" in told, told
-
-
 # --- the order of waits in derivatives ------------------------------------------------------------------------------
 
 
-def _alike(x, comm, wait):
-    """Two messages round the ring, with one tag, waited for as `wait` does."""
-    receives = [notoken.irecv(x, left(comm), tag=1, comm=comm) for _ in range(2)]
-    sends = [notoken.isend(v, right(comm), tag=1, comm=comm) for v in (x, x * x)]
-    a, b = wait(receives, sends)
-    return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
-
-
-def _each_first(receives, sends):
-    ys = [notoken.wait(r) for r in receives]
-    notoken.waitall(sends)
-    return ys
-
-
-def _sends_first(receives, sends):
-    for send in sends:
-        notoken.wait(send)
-    return notoken.waitall(receives)
-
-
 WAITS = {
-    "each first": _each_first,
-    "sends first": _sends_first,
+    "each first": lambda rs, ss: ([*map(notoken.wait, rs)], notoken.waitall(ss))[0],
+    "sends first": lambda rs, ss: ([*map(notoken.wait, ss)], notoken.waitall(rs))[1],
     "at once": lambda rs, ss: notoken.waitall([rs, ss])[0],
     "sends at once": lambda rs, ss: notoken.waitall([ss, rs])[1],
 }
@@ -1136,10 +793,15 @@ def test_messages_alike_have_their_own_derivatives(waits, comm, rank):
         a, b = (blocking_shifted(v, comm, tag) for tag, v in ((1, x), (2, x * x)))
         return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
 
+    def with_one_tag(x, wait):
+        receives = [notoken.irecv(x, left(comm), tag=1, comm=comm) for _ in range(2)]
+        a, b = wait(receives, [notoken.isend(v, right(comm), tag=1, comm=comm) for v in (x, x * x)])
+        return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
+
     def derivatives(f, x, t):
         return jax.jvp(f, (x,), (t,)), jax.hessian(f)(x)
 
-    fs = {"expected": plain, **{name: lambda x, name=name: _alike(x, comm, WAITS[name]) for name in waits}}
+    fs = {"expected": plain, **{name: lambda x, name=name: with_one_tag(x, WAITS[name]) for name in waits}}
     found = jax.jit(lambda x, t: {name: derivatives(f, x, t) for name, f in fs.items()})
     found = found(numbers((3,), rank), numbers((3,), rank, 1))
     each(waits, lambda name: same(found[name], found["expected"], 1e-12))
@@ -1205,66 +867,55 @@ def test_waits_alone_are_differentiated(operations, comm, rank, size):
 @pytest.mark.alone
 @pytest.mark.sampled
 def test_other_orders_are_refused_in_reverse_mode(script):
-    """On one rank at least; then that function's communicator is used no more. First a sum that one rank alone has
-    started holds up no message: it is compared when the other rank starts it."""
+    """On one rank at least; then that function's communicator is used no more."""
     program = script(
         """
         import numpy as np
         jax.config.update("jax_enable_x64", True)
         left, right = (rank - 1) % size, (rank + 1) % size
 
+        def message(x):
+            return notoken.irecv(x, left, tag=0, comm=comm)
+
+        def both_sent(x):
+            return notoken.isend(x, right, comm=comm), notoken.isend(x * x, right, comm=comm)
+
         def receives_turned(x):
-            a, b = notoken.irecv(x, left, tag=0, comm=comm), notoken.irecv(x, left, tag=0, comm=comm)
-            s, t = notoken.isend(x, right, comm=comm), notoken.isend(x * x, right, comm=comm)
-            y = notoken.wait(b), notoken.wait(a)
-            notoken.waitall([s, t])
-            return y[1] + 2 * y[0]
+            a, b, sent = message(x), message(x), both_sent(x)
+            z = notoken.wait(b)
+            y = notoken.wait(a)
+            notoken.waitall(sent)
+            return y + 2 * z
 
         def sends_turned(x):
-            a, b = notoken.irecv(x, left, tag=0, comm=comm), notoken.irecv(x, left, tag=0, comm=comm)
-            s, t = notoken.isend(x, right, comm=comm), notoken.isend(x * x, right, comm=comm)
-            notoken.waitall([t, s])
-            y, z = notoken.waitall([a, b])
+            received, sent = [message(x), message(x)], both_sent(x)
+            notoken.waitall(sent[::-1])
+            y, z = notoken.waitall(received)
             return y + 2 * z
 
         def a_blocking_one_between(x):
-            a = notoken.irecv(x, left, tag=0, comm=comm)
-            s, t = notoken.isend(x, right, comm=comm), notoken.isend(x * x, right, comm=comm)
+            a, sent = message(x), both_sent(x)
             z = notoken.recv(x, left, tag=0, comm=comm)
             y = notoken.wait(a)
-            notoken.waitall([s, t])
+            notoken.waitall(sent)
             return y + 2 * z
 
-        def collectives_turned(x):
-            a, b = notoken.ibcast(x, 0, comm=comm), notoken.ibcast(x * x, 0, comm=comm)
+        def turned(start, x):
+            a, b = start(x), start(x * x)
             z = notoken.wait(b)
             return notoken.wait(a) + 2 * z
+
+        def collectives_turned(x):
+            return turned(lambda x: notoken.ibcast(x, 0, comm=comm), x)
 
         def redistributions_turned(x):
             grid = jaxmpi.Grid((size,), (3 * size,), comm=comm)
-            a, b = jaxmpi.iredistribute(x, grid, grid), jaxmpi.iredistribute(x * x, grid, grid)
-            z = notoken.wait(b)
-            return notoken.wait(a) + 2 * z
+            return turned(lambda x: jaxmpi.iredistribute(x, grid, grid), x)
 
         def ghosts_turned(x):
-            rows = jaxmpi.IndexMap(3 * rank + np.arange(3), [], comm=comm)
-            a, b = rows.start(x), rows.start(x * x)
-            z = notoken.wait(b)
-            return notoken.wait(a) + 2 * z
+            return turned(jaxmpi.IndexMap(3 * rank + np.arange(3), [], comm=comm).start, x)
 
         x = jnp.arange(1.0, 4.0) + rank
-        if rank == 0:
-            q = notoken.iallreduce(x, MPI.SUM)
-            for _ in range(10):
-                notoken.wait(notoken.irecv(x, 1, tag=2)).block_until_ready()
-            MPI.COMM_WORLD.send("they came", 1)
-        else:
-            for _ in range(10):
-                notoken.send(x, 0, tag=2)
-            assert MPI.COMM_WORLD.recv() == "they came"
-            q = notoken.iallreduce(x, MPI.SUM)
-        print("sum", notoken.wait(q)[0], flush=True)
-
         tags, communicator, grids = "tags of their own", "comm.Dup(), for one", "grids or maps on comm.Dup()"
         cases = {
             receives_turned: (left, "", tags),
@@ -1382,9 +1033,6 @@ def test_what_is_not_waited_for_is_refused_in_reverse_mode(script):
     refused = [f"{name} gradient" for name in ("send", "send_in_checkpoint", "receive", "halo")]
     wanted += [f"{what} {rank}" for what in (*refused, "send over", "send twice") for rank in (0, 1)]
     each(wanted, lambda text: _is_in(done, f"refused {text}"))
-
-
-# --- ranks that wait elsewhere ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)

@@ -1,7 +1,6 @@
 """jaxmpi.jit: the meaning of jax.jit, the same order, and mixtures of jax.jit, jaxmpi.jit and eager calls."""
 
 import copy
-import functools
 import gc
 import inspect
 import pickle
@@ -18,7 +17,9 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from jaxmpi._primitive import jit
 from jaxmpi._primitive.effect import EFFECT
+from support.rows import each
 
 
 def test_control_flow(size):
@@ -68,30 +69,34 @@ def test_arguments(rank, size):
         g()
 
 
-def test_decorator():
+@jaxmpi.jit
+def plain(x):
+    """Its words."""
+    return notoken.allreduce(x, MPI.MAX)
+
+
+class Model:
+    scale = 2
+
     @jaxmpi.jit
-    def plain(x):
-        """Its words."""
+    def run(x):
         return notoken.allreduce(x, MPI.MAX)
 
-    assert plain.__name__ == "plain"
-    assert plain.__doc__ == "Its words."
+    @jaxmpi.jit(static_argnums=0)
+    def method(self, x):
+        return notoken.allreduce(x * self.scale, MPI.MAX)
+
+
+def test_decorator():
     assert plain(jnp.float32(3)) == 3
-    assert "_allreduce" in plain.lower(jnp.float32(3)).as_text()
-
-    class Model:
-        scale = 2
-
-        @jaxmpi.jit
-        def run(x):
-            return notoken.allreduce(x, MPI.MAX)
-
-        @jaxmpi.jit(static_argnums=0)
-        def method(self, x):
-            return notoken.allreduce(x * self.scale, MPI.MAX)
-
     assert Model.run(jnp.float32(3)) == 3
     assert Model().method(jnp.float32(3)) == 6
+    assert (plain.__name__, plain.__doc__) == ("plain", "Its words.")
+    assert "method" in repr(Model.method)
+    assert list(inspect.signature(Model.method).parameters) == ["self", "x"]
+    assert "_allreduce" in plain.lower(jnp.float32(3)).as_text()
+    assert pickle.loads(pickle.dumps(plain)) is plain
+    assert copy.deepcopy(plain) is plain
 
 
 def test_without_communication():
@@ -127,7 +132,6 @@ def test_transformed(size):
 
 
 def test_other_effects(size):
-    """Effects besides communication keep their meaning."""
     seen = []
 
     @jaxmpi.jit
@@ -142,49 +146,7 @@ def test_other_effects(size):
     assert seen == [0.0, size, 2.0 * size]
 
 
-def slow(x):
-    y = lax.fori_loop(0, 10, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
-    return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
-
-
-def test_jit_and_eager_calls_in_turn(rank, size):
-    """jax.jit, jaxmpi.jit and eager calls in turn, some of them still computing when the next is dispatched."""
-    left, right = (rank - 1) % size, (rank + 1) % size
-    ways = [jax.jit, jaxmpi.jit, lambda f: f]
-    slowly = [way(slow) for way in ways]
-    ring = [way(lambda x: notoken.sendrecv(x, x, left, right)) for way in ways]
-    gather = [way(notoken.allgather) for way in ways]
-    results = []
-    for i in range(9):
-        a, b, c = (i * 7) % 3, (i * 5 + 1) % 3, (i * 11 + i // 3) % 3
-        x = jnp.float64(i + rank)
-        results.append((slowly[a](jnp.float64(i)), ring[b](x), gather[c](x)))
-    for i, (a, b, c) in enumerate(results):
-        assert a == i * size
-        assert b == i + left
-        np.testing.assert_array_equal(c, i + np.arange(size))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("ways", [(jaxmpi.jit, jax.jit), (jax.jit, jaxmpi.jit), (jaxmpi.jit, jaxmpi.jit)])
-def test_blocking_pair(ways, rank):
-    """A send in one call, the receive in the next, of either kind: large enough to need its receiver."""
-    first, second = ways
-    x = jnp.full(50_000, float(rank))
-    if rank < 2:
-        send, receive = (lambda v: notoken.send(v, 1 - rank)), (lambda v: notoken.recv(v, 1 - rank))
-        for _ in range(5):
-            if rank == 0:
-                first(send)(x)
-                y = second(receive)(x)
-            else:
-                y = first(receive)(x)
-                second(send)(x)
-            assert y[0] == 1 - rank
-
-
 def test_two_threads(two_threads, rank, size):
-    """Two threads on two communicators, all kinds of calls in turn."""
 
     def work(part, seed):
         left, right = (rank - 1) % size, (rank + 1) % size
@@ -259,18 +221,6 @@ def test_compile_time_eval(rank, size):
     np.testing.assert_array_equal(f(jnp.ones(3)), size * np.arange(3.0) + 1)
 
 
-def test_debug_nans(size):
-    """JAX repeats what has made a NaN, operation by operation; communication is not repeated, the error is the same."""
-    f = jaxmpi.jit(lambda x: notoken.allreduce(x / x, MPI.SUM))
-    jax.config.update("jax_debug_nans", True)
-    try:
-        with pytest.raises(FloatingPointError):
-            f(jnp.zeros(3)).block_until_ready()
-    finally:
-        jax.config.update("jax_debug_nans", False)
-    np.testing.assert_array_equal(f(jnp.ones(3)), np.full(3, float(size)))
-
-
 @pytest.mark.usefixtures("own_errors")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
@@ -288,83 +238,79 @@ def test_barrier_after_error(way, rank, size):
     assert notoken.allreduce(1, MPI.SUM) == size
 
 
+def is_in_place(function, x, **options):
+    return "output_operand_alias" in jit._discharged_jit(function, options).lower(np.zeros(0, bool), x).as_text()
+
+
+def check_in_place(functions, given, place):
+    """Each function gives what is expected of `given(x)` and leaves its operand as it was; `place` says of the last
+    word of a row whether a result takes an operand's place."""
+
+    def check(name):
+        function, expected, spare = functions[name]
+        x = given()
+        np.testing.assert_array_equal(jaxmpi.jit(function)(x), np.full(3, expected))
+        np.testing.assert_array_equal(x, given())
+        assert is_in_place(function, x) == place(spare)
+
+    each(functions, check)
+
+
 @pytest.mark.parametrize("threshold", [1, 1 << 60], ids=["large", "small"])
 def test_in_place(threshold, monkeypatch, rank, size):
     """Results take the place of operands that nobody needs, and only those: an operand is never overwritten."""
-    from jaxmpi._primitive import jit
-
     monkeypatch.setattr(jit, "_COPY_BYTES", threshold)
-    total = size * (size + 1) / 2
+    total, own = size * (size + 1) / 2, rank + 1.0
+
+    def given():
+        return jnp.full(3, own)
 
     def sum_of(x):
         return notoken.allreduce(x, MPI.SUM)
 
-    def in_place(function, **options):
-        text = jit._discharged_jit(function, options).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
-        return "output_operand_alias" in text
-
-    constant = jnp.full(3, rank + 1.0)
+    constant = given()
     functions = {
-        "argument": (sum_of, lambda x: total, False),
-        "intermediate": (lambda x: sum_of(2 * x), lambda x: 2 * total, True),
-        "used later": (lambda x: sum_of(y := 2 * x) + y, lambda x: 2 * total + 2 * x, False),
-        "returned": (lambda x: (y := 2 * x, sum_of(y))[0], lambda x: 2 * x, False),
-        "constant": (lambda x: sum_of(constant) + x, lambda x: total + x, False),
-        "loop": (lambda x: lax.fori_loop(0, 2, lambda i, v: sum_of(v), x), lambda x: size * total, True),
+        "argument": (sum_of, total, False),
+        "intermediate": (lambda x: sum_of(2 * x), 2 * total, True),
+        "used later": (lambda x: sum_of(y := 2 * x) + y, 2 * total + 2 * own, False),
+        "returned": (lambda x: (y := 2 * x, sum_of(y))[0], 2 * own, False),
+        "constant": (lambda x: sum_of(constant) + x, total + own, False),
+        "loop": (lambda x: lax.fori_loop(0, 2, lambda i, v: sum_of(v), x), size * total, True),
     }
-    for name, (function, expected, spare) in functions.items():
-        x = jnp.full(3, rank + 1.0)
-        np.testing.assert_array_equal(jaxmpi.jit(function)(x), np.full(3, expected(rank + 1.0)), err_msg=name)
-        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
-        assert in_place(function) == (spare or threshold > 1), name
-    assert in_place(sum_of, donate_argnums=0)
-    x = jnp.full(3, rank + 1.0)
+    check_in_place(functions, given, lambda spare: spare or threshold > 1)
+    x = given()
+    assert is_in_place(sum_of, x, donate_argnums=0)
     np.testing.assert_array_equal(jaxmpi.jit(sum_of, donate_argnums=0)(x), np.full(3, total))
     assert x.is_deleted()
-    x = jnp.full(3, rank + 1.0)
-    for operation, expected in (("allreduce", total), ("scan", (rank + 1) * (rank + 2) / 2)):
+    x = given()
+    for operation, expected in (("allreduce", total), ("scan", own * (own + 1) / 2)):
         np.testing.assert_array_equal(getattr(notoken, operation)(x, MPI.SUM), np.full(3, expected))
-    np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else rank + 1.0))
-    np.testing.assert_array_equal(x, np.full(3, rank + 1.0))
+    np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else own))
+    np.testing.assert_array_equal(x, given())
 
 
-@pytest.mark.parametrize("threshold", [1, pytest.param(1 << 60, marks=pytest.mark.nightly)], ids=["large", "small"])
-def test_bcast_in_place(threshold, monkeypatch, rank):
+def test_bcast_in_place(monkeypatch, rank):
     """Root's array is handed through where nobody needs it afterwards, and only there. Elsewhere it is copied, so that
     nothing is computed of it before it is sent."""
-    from jaxmpi._primitive import jit
-
-    monkeypatch.setattr(jit, "_COPY_BYTES", threshold)
+    monkeypatch.setattr(jit, "_COPY_BYTES", 1)
 
     def of_root(x):
         return notoken.bcast(x, 0)
 
     functions = {
-        "argument": (of_root, lambda x: x, False),
-        "intermediate": (lambda x: of_root(2 * x), lambda x: 2 * x, True),
-        "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, lambda x: 6 * x, False),
-        "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), lambda x: 8 * x, True),
-        "while": (
-            lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)),
-            lambda x: 128,
-            True,
-        ),
-        "kept by the loop": (
-            lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x),
-            lambda x: rank + 4 * x,
-            False,
-        ),
-        "call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(x * 2), lambda x: 2 * x + 1, True),
-        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, lambda x: 3 * x, False),
+        "argument": (of_root, 1, False),
+        "intermediate": (lambda x: of_root(2 * x), 2, True),
+        "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, 6, False),
+        "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), 8, True),
+        "while": (lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)), 128, True),
+        "kept by the loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x), rank + 4, False),
+        "call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(x * 2), 3, True),
+        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, 3, False),
     }
-    for name, (function, expected, spare) in functions.items():
-        x = jnp.full(3, rank + 1.0)
-        result = jaxmpi.jit(function)(x)
-        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
-        np.testing.assert_array_equal(result, np.full(3, expected(1.0)), err_msg=name)
-        text = jit._discharged_jit(function, {}).lower(np.zeros(0, bool), x).as_text()
-        assert ("output_operand_alias" in text) == (spare and rank == 0), name
-        assert all("-> (tensor<3x" in line for line in text.splitlines() if "@jaxmpi_bcast" in line), name
+    check_in_place(functions, lambda: jnp.full(3, rank + 1.0), lambda spare: spare and rank == 0)
+    for function, _, _ in functions.values():
+        text = jit._discharged_jit(function, {}).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
+        assert all("-> (tensor<3x" in line for line in text.splitlines() if "@jaxmpi_bcast" in line), text
 
 
 def runtime_link():
@@ -471,34 +417,6 @@ def test_error_of_an_operand_is_not_kept(rank, size):
                 with pytest.raises(Exception, match="no value"):
                     jax.block_until_ready(alone(failing(jnp.ones(elements))))
                 np.testing.assert_allclose(total(jnp.ones(elements)), size)
-
-
-class Model:
-    """What jitted methods are used like."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    @functools.partial(jaxmpi.jit, static_argnums=0)
-    def total(self, x):
-        """Adds."""
-        return notoken.allreduce(self.factor * x, MPI.SUM)
-
-
-@jaxmpi.jit
-def by_name(x):
-    return notoken.allreduce(x, MPI.SUM)
-
-
-def test_is_like_a_function(size):
-    model = Model(3)
-    np.testing.assert_allclose(model.total(jnp.ones(2)), 3 * size)
-    assert Model.total.__doc__ == "Adds."
-    assert Model.total.__name__ == "total"
-    assert "total" in repr(Model.total)
-    assert list(inspect.signature(Model.total).parameters) == ["self", "x"]
-    assert pickle.loads(pickle.dumps(by_name)) is by_name
-    assert copy.deepcopy(by_name) is by_name
 
 
 def test_functions_are_not_kept(size):

@@ -23,37 +23,24 @@ def test_jet(jit):
     assert float(value) == pytest.approx(MPI.COMM_WORLD.size)
 
 
-PROGRAM = """
-import jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from mpi4py import MPI
-import jaxmpi
-from jaxmpi import notoken
-
-mesh = Mesh(jax.devices(), "i")
-f = lambda x: notoken.allreduce(x, MPI.SUM)
-for spec in (PartitionSpec("i"), PartitionSpec()):
-    x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, spec))
-    for call in (f, jaxmpi.jit(f), jax.jit(f), jax.grad(lambda x: jnp.sum(f(x)))):
-        try:
-            call(x)
-            raise SystemExit("not refused")
-        except NotImplementedError as error:
-            assert "allreduce" in str(error) and "2 devices" in str(error), error
-for device in jax.devices():
-    x = jax.device_put(jnp.arange(4.0), device)
-    assert f(x).devices() == {device}
-    assert (jaxmpi.jit(f)(x) == x * MPI.COMM_WORLD.size).all()
-print("said;")
-"""
-
-
 @pytest.mark.nightly
 @pytest.mark.alone
-@pytest.mark.sampled
-def test_operand_on_two_devices(tmp_path):
-    """Refused before anything is sent, and without XLA's dump of its stack; one device, whichever, is fine."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = launch(2, tmp_path / "program.py", JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="")
+def test_operand_on_two_devices(script):
+    """Refused before anything is sent, and without XLA's dump of its stack; one device: tests/programs/launched.py."""
+    program = script("""
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        f = lambda x: notoken.allreduce(x, MPI.SUM)
+        for spec in (PartitionSpec("i"), PartitionSpec()):
+            x = jax.device_put(jnp.arange(4.0), NamedSharding(Mesh(jax.devices(), "i"), spec))
+            for call in (f, jaxmpi.jit(f), jax.jit(f), jax.grad(lambda x: jnp.sum(f(x)))):
+                try:
+                    call(x)
+                    raise SystemExit("not refused")
+                except NotImplementedError as error:
+                    assert "allreduce" in str(error) and "2 devices" in str(error), error
+        print("said;")
+    """)
+    done = launch(2, program, JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="")
     assert done.stdout.count("said;") == 2
     assert "stack trace" not in done.stderr

@@ -5,15 +5,12 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from hypothesis import strategies as st
 from jax.experimental import checkify
 from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support import drawing
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
@@ -90,51 +87,6 @@ def test_nan_in_a_backward_pass(jit):
         for f in (jax.grad(inner), KINDS[jit](jax.grad(inner))):
             _outcome(f, x)
             _in_step()
-
-
-_STEPS = st.lists(st.sampled_from(["allreduce", "ring", "scan", "jit", "cond", "bcast", "log"]), min_size=1, max_size=5)
-
-
-def _apply(step, x, bad):
-    if step == "allreduce":
-        return notoken.allreduce(x, MPI.SUM) / SIZE
-    if step == "ring":
-        return notoken.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
-    if step == "bcast":
-        return notoken.bcast(x, SIZE - 1)
-    if step == "scan":
-        return jax.lax.scan(lambda c, _: (notoken.allreduce(c, MPI.MAX), None), x, None, length=2)[0]
-    if step == "jit":
-        return jax.jit(lambda v: notoken.allreduce(v, MPI.MIN))(x)
-    if step == "cond":
-        return jax.lax.cond(jnp.sum(x) > 1e9, lambda v: v, lambda v: notoken.allreduce(v, MPI.SUM) / SIZE, x)
-    return jnp.log(jnp.exp(x) - bad)
-
-
-_CASES = st.tuples(_STEPS, st.integers(0, SIZE - 1), st.sampled_from(["jax.jit", "jaxmpi.jit", "nested"]))
-
-
-def _check_program(case):
-    steps, rank, kind = case
-
-    def program(x, bad):
-        for step in (*steps, "log"):
-            x = _apply(step, x, bad)
-        return x
-
-    x, f = jnp.float32([1.0, 2.0]) + RANK, KINDS[kind](program)
-    with checked("jax_debug_nans"):
-        for _ in range(2):
-            said = _outcome(f, x, jnp.float32(1e9 if rank == RANK else 0))
-            assert said or rank != RANK
-            _in_step()
-        np.testing.assert_allclose(f(x, jnp.float32(0)), program(x, jnp.float32(0)), rtol=1e-6)
-    _in_step()
-
-
-def test_random_programs(comm):
-    """A NaN made by one rank at a random place: all ranks stay in step, and what comes is as from plain code."""
-    drawing.on_all_ranks(comm, _CASES, _check_program, 16)
 
 
 def test_checkify_evaluates_a_condition_twice():

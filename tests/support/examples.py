@@ -1,5 +1,6 @@
 """Runs the examples that any number of ranks may run, and compares what they save."""
 
+import importlib.util
 import itertools
 import re
 from pathlib import Path
@@ -17,6 +18,9 @@ MARKS = [
     pytest.mark.sampled,
     pytest.mark.seconds(400),
     pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication"),
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("matplotlib", "optax", "tqdm"))), reason="examples need more packages"
+    ),
 ]
 """Of tests that run examples with derivatives."""
 
@@ -46,3 +50,15 @@ def assert_same(states, tolerance):
     for state, name in itertools.product(others, reference):
         size = np.abs(reference[name]).max()
         np.testing.assert_allclose(state[name], reference[name], rtol=0, atol=tolerance * size, err_msg=name)
+
+
+def run_on_each(folder, name, ranks, *arguments, alike, below=()):
+    """What an example prints on each of the numbers of ranks, which it says, and the states that it saves, which are
+    `alike` to this tolerance. The number behind each text of `below`, a regular expression, is below that limit."""
+    outs, states = zip(*(run(folder, name, n, *arguments) for n in ranks), strict=True)
+    for n, out in zip(ranks, outs, strict=True):
+        assert f"{n} processes" in out
+        for text, limit in dict(below).items():
+            assert float(re.search(rf"^{text}([^\s,]+)", out, re.M)[1]) < limit, f"{text} on {n} ranks: {out}"
+    assert_same(states, alike)
+    return outs, states

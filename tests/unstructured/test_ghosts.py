@@ -4,10 +4,7 @@ hypothesis draws a division of rows among some ranks and the ghosts of each. Int
 matters, floats are added by NumPy in the order of the ranks.
 """
 
-import itertools
-import os
 import time
-import zlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,14 +16,12 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi._mpi import communicators
-from jaxmpi._unstructured import ghosts
-from jaxmpi._unstructured.connections import Connections
-from support import drawing
+from support.derivatives import needs_new_jax
+from support.divided import WAYS, Rows, derivatives, for_each, on_first_ranks, some_rows, total
 from support.rows import each
-from support.table import NEW_JAX, draw, dtype_of
+from support.table import draw, dtype_of
 
-EXAMPLES = int(os.environ.get("JAXMPI_TEST_GHOSTS", "16"))
+EXAMPLES = 16
 DTYPES = ["float32", "float64", "int32", "bool", "complex64", "bfloat16", "complex128", "uint8", "float8_e5m2", "int64"]
 SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
 COMBINED = {
@@ -34,43 +29,16 @@ COMBINED = {
     "MAX": ["float32", "float64", "bfloat16", "float16", "bool", "int8", "uint16", "int32", "uint64", "int64"],
 }
 COMBINED["MIN"] = COMBINED["MAX"]
-WAYS = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
-derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 
 
-@dataclass(frozen=True)
-class Map:
-    """Global indices: of each rank those that it owns, and those of which it has copies."""
-
-    owned: tuple[tuple[int, ...], ...]
-    ghosts: tuple[tuple[int, ...], ...]
-
-    @property
-    def ranks(self):
-        return len(self.owned)
-
+class Map(Rows):
     @property
     def size(self):
         return sum(map(len, self.owned))
 
-    def owner(self, index):
-        return next(rank for rank, its in enumerate(self.owned) if index in its)
-
     def rows(self, rank):
         """The global index of each local row."""
-        return [*self.owned[rank], *sorted(self.ghosts[rank], key=lambda index: (self.owner(index), index))]
-
-    def connections(self, rank):
-        mine = self.rows(rank)[len(self.owned[rank]) :]
-        receives, sends = [], []
-        for other in range(self.ranks):
-            if count := sum(index in self.owned[other] for index in mine):
-                receives.append((other, count))
-            theirs = [index for index in self.rows(other)[len(self.owned[other]) :] if index in self.owned[rank]]
-            if theirs:
-                sends.append((other, np.array([self.owned[rank].index(index) for index in theirs])))
-        signature = zlib.crc32(repr(self).encode())
-        return Connections(len(self.owned[rank]), np.array(mine, np.int64), tuple(receives), tuple(sends), signature)
+        return [*self.owned[rank], *self.of(rank)]
 
     def exchanged(self, blocks):
         """What the arrays of all ranks become."""
@@ -83,33 +51,16 @@ class Map:
 
     def accumulated(self, blocks, op="SUM"):
         combine = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum}[op]
-        results = [block.copy() for block in blocks]
+        results, owner = [block.copy() for block in blocks], self.owner()
         for rank, block in enumerate(blocks):
             owned = len(self.owned[rank])
-            for at, index in enumerate(self.rows(rank)[owned:], owned):
-                to = results[self.owner(index)]
-                place = self.owned[self.owner(index)].index(index)
+            for at, index in enumerate(self.of(rank), owned):
+                to = results[owner[index]]
+                place = self.owned[owner[index]].index(index)
                 to[place] = combine(to[place], block[at])
                 if op == "SUM":
                     results[rank][at] = 0
         return results
-
-
-@st.composite
-def maps(draw, size):
-    ranks = draw(st.integers(1, size))
-    counts = [draw(st.integers(0, 7)) for _ in range(ranks)]
-    order = draw(st.permutations(range(sum(counts))))
-    order = [3 * index + 5 for index in order]  # with gaps
-    if draw(st.booleans()):
-        order.sort()  # consecutive rows
-    ends = np.cumsum([0, *counts])
-    owned = tuple(tuple(order[a:b]) for a, b in itertools.pairwise(ends))
-    copies = []
-    for mine in owned:
-        others = [index for index in order if index not in mine]
-        copies.append(tuple(draw(st.lists(st.sampled_from(others), unique=True))) if others else ())
-    return Map(owned, tuple(copies))
 
 
 @dataclass(frozen=True)
@@ -121,6 +72,13 @@ class Case:
     op: str
     starts: bool
     seed: int
+
+    @property
+    def ranks(self):
+        return self.map.ranks
+
+    def exchange(self, local, fields):
+        return jaxmpi.notoken.wait(local.start(fields)) if self.starts else local.exchange(fields)
 
     def blocks(self, seed):
         """The arrays of all ranks."""
@@ -141,25 +99,7 @@ def cases(draw, size, dtypes=DTYPES, op=None):
     )
     fields = tuple(draw(st.lists(field, min_size=1, max_size=4)))
     way, starts = draw(st.sampled_from(list(WAYS))), draw(st.booleans())
-    return Case(draw(maps(size)), fields, way, op, starts, draw(st.integers(0, 1000)))
-
-
-class Local:
-    """What a rank has of a map."""
-
-    def __init__(self, of, comm):
-        self.of, self.mpi, self.rank = of, comm, comm.rank
-        self.comm = communicators.resolve(comm, "test")
-        self.ghosts = ghosts.pattern(of.connections(comm.rank), comm.rank)
-
-    def exchange(self, tree):
-        return ghosts.exchange(self.ghosts, self.comm, tree)
-
-    def accumulate(self, tree, op=MPI.SUM):
-        return ghosts.accumulate(self.ghosts, self.comm, tree, op)
-
-    def start(self, tree):
-        return ghosts.start(self.ghosts, self.comm, tree)
+    return Case(Map(*draw(some_rows(size))), fields, way, op, starts, draw(st.integers(0, 1000)))
 
 
 def equal(found, right, about):
@@ -173,118 +113,81 @@ def each_field(blocks, of):
     return [list(its) for its in zip(*[of(list(field)) for field in zip(*blocks, strict=True)], strict=True)]
 
 
-def check_exchange(case, local):
+def check_values(case, local, call, of):
     blocks = case.blocks(0)
-    mine = list(map(jnp.asarray, blocks[local.rank]))
-
-    def call(fields):
-        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
-
+    mine = list(map(jnp.asarray, blocks[local.comm.rank]))
     results = WAYS[case.way](call)(mine)
-    right = each_field(blocks, case.map.exchanged)[local.rank]
-    for found, expected, operand, before in zip(results, right, mine, blocks[local.rank], strict=True):
+    for found, expected, operand, before in zip(
+        results, each_field(blocks, of)[local.comm.rank], mine, blocks[local.comm.rank], strict=True
+    ):
         equal(found, expected, case)
         equal(operand, before, case)
+
+
+def check_exchange(case, local):
+    check_values(case, local, partial(case.exchange, local), case.map.exchanged)
 
 
 def check_accumulate(case, local):
-    blocks = case.blocks(0)
-    mine = list(map(jnp.asarray, blocks[local.rank]))
-    results = WAYS[case.way](lambda fields: local.accumulate(fields, getattr(MPI, case.op)))(mine)
-    right = each_field(blocks, lambda field: case.map.accumulated(field, case.op))[local.rank]
-    for found, expected, operand, before in zip(results, right, mine, blocks[local.rank], strict=True):
-        equal(found, expected, case)
-        equal(operand, before, case)
-
-
-def total(comm, xs, ys):
-    wide = lambda x: np.asarray(x).astype(np.complex128)  # noqa: E731
-    return comm.allreduce(complex(sum(np.sum(wide(x) * wide(y)) for x, y in zip(xs, ys, strict=True))))
+    op = {"op": getattr(MPI, case.op)}
+    check_values(case, local, partial(local.accumulate, **op), partial(case.map.accumulated, op=case.op))
 
 
 def check_derivatives(case, local):
     """Tangents, cotangents, and cotangents of those, of an exchange and of its adjoint."""
     primals, tangents, cotangents = (case.blocks(seed) for seed in range(3))
-    here = lambda blocks: list(map(jnp.asarray, blocks[local.rank]))  # noqa: E731
+    here = lambda blocks: list(map(jnp.asarray, blocks[local.comm.rank]))  # noqa: E731
 
-    def exchange(fields):
-        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
+    exchange = partial(case.exchange, local)
 
-    def everything(primals, tangents, cotangents):
-        found = []
-        for call in (exchange, local.accumulate):
-            _, forward = jax.jvp(call, (primals,), (tangents,))
-            pullback = jax.vjp(call, primals)[1]
-            (again,) = jax.vjp(lambda cts, pullback=pullback: pullback(cts)[0], cotangents)[1](tangents)
-            found.append((forward, pullback(cotangents)[0], again))
-        return found
+    def everything(*given):
+        return [derivatives(call)(*given) for call in (exchange, local.accumulate)]
 
     ways = (case.map.exchanged, case.map.accumulated), (case.map.accumulated, case.map.exchanged)
     results = WAYS[case.way](everything)(here(primals), here(tangents), here(cotangents))
     for (forth, back), (forward, backward, again) in zip(ways, results, strict=True):
-        right = each_field(tangents, forth)[local.rank]
+        right = each_field(tangents, forth)[local.comm.rank]
         for found, expected in zip((*forward, *again), (*right, *right), strict=True):
             equal(found, expected, case)
-        for found, expected in zip(backward, each_field(cotangents, back)[local.rank], strict=True):
+        for found, expected in zip(backward, each_field(cotangents, back)[local.comm.rank], strict=True):
             equal(found, expected, case)
-        assert total(local.mpi, forward, here(cotangents)) == total(local.mpi, here(tangents), backward), case
+        assert total(local.comm, forward, here(cotangents)) == total(local.comm, here(tangents), backward), case
 
 
 def check_batches(case, local):
     """A batch of some of the fields, along any axis."""
     first, second = (case.blocks(seed) for seed in range(2))
     ins, where, rights = [], [], []
-    for i, pair in enumerate(zip(first[local.rank], second[local.rank], strict=True)):
+    for i, pair in enumerate(zip(first[local.comm.rank], second[local.comm.rank], strict=True)):
         mapped = i == 0 or case.seed % (i + 2) == 0
         axis = case.seed % (pair[0].ndim + 1)
         ins.append(jnp.stack(pair, axis=axis) if mapped else jnp.asarray(pair[0]))
         where.append(axis if mapped else None)
         rights.append([[blocks[i] for blocks in (second if j and mapped else first)] for j in range(2)])
 
-    def exchange(fields):
-        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
-
+    exchange = partial(case.exchange, local)
     accumulate = lambda fields: local.accumulate(fields, getattr(MPI, case.op))  # noqa: E731
     mapped = [jax.vmap(lambda *fields, call=call: call(list(fields)), tuple(where)) for call in (exchange, accumulate)]
     outs = WAYS[case.way](lambda *ins: [call(*ins) for call in mapped])(*ins)
     for results, of in zip(outs, (case.map.exchanged, partial(case.map.accumulated, op=case.op)), strict=True):
         for out, right in zip(results, rights, strict=True):
             for j in range(2):
-                equal(out[j], of(right[j])[local.rank], case)
+                equal(out[j], of(right[j])[local.comm.rank], case)
 
 
-def run_cases(comm, strategy, check, examples):
-    def together(case):
-        part = comm.Split(0 if comm.rank < case.map.ranks else MPI.UNDEFINED)
-        try:
-            if comm.rank < case.map.ranks:
-                check(case, Local(case.map, part))
-        finally:
-            if comm.rank < case.map.ranks:
-                part.Free()
-
-    drawing.on_all_ranks(comm, strategy, together, examples)
+RANDOM = {
+    "exchanges": (check_exchange, DTYPES, 1),
+    "accumulations": (check_accumulate, None, 1),
+    "derivatives": (check_derivatives, SUMMED, 3),
+    "batches": (check_batches, None, 3),
+}
 
 
 @pytest.mark.seconds(600)
-def test_random_exchanges(comm, size):
-    run_cases(comm, cases(size), check_exchange, EXAMPLES)
-
-
-@pytest.mark.seconds(600)
-def test_random_accumulations(comm, size):
-    run_cases(comm, cases(size, None), check_accumulate, EXAMPLES)
-
-
-@derivatives
-@pytest.mark.seconds(600)
-def test_random_derivatives(comm, size):
-    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
-
-
-@pytest.mark.seconds(600)
-def test_random_batches(comm, size):
-    run_cases(comm, cases(size, None), check_batches, EXAMPLES // 3)
+@for_each(RANDOM)
+def test_random(what, comm, size):
+    check, dtypes, part = RANDOM[what]
+    on_first_ranks(comm, cases(size, dtypes), lambda case, part: check(case, case.map.on(part)), EXAMPLES // part)
 
 
 def ring(size, rows=4, reach=2):
@@ -304,7 +207,7 @@ def test_sums_are_in_the_order_of_the_ranks(comm, rank, size):
     rows = 50
     of = Map((tuple(range(rows)), *[(rows + other,) for other in range(1, size)]),
              ((), *[tuple(range(rows))] * (size - 1)))  # fmt: skip
-    local = Local(of, comm)
+    local = of.on(comm)
     for dtype in (np.float32, np.float64, np.complex64):
         blocks = [
             np.random.default_rng(other).normal(size=(len(of.rows(other)), 3)).astype(dtype) * dtype(10.0**other)
@@ -316,72 +219,15 @@ def test_sums_are_in_the_order_of_the_ranks(comm, rank, size):
             equal(local.accumulate(jnp.asarray(blocks[rank])), right, f"{dtype} {turn}")
 
 
-@pytest.mark.parametrize("op", ["MAX", "MIN"])
-def test_nan_wins(comm, rank, size, op):
+def test_nan_wins(comm, rank, size):
     of = ring(size)
-    local = Local(of, comm)
+    local = of.on(comm)
     blocks = [draw((len(of.rows(other)), 2), np.float32, other) for other in range(size)]
     for block in blocks:
         block[-1, 0] = np.nan
-    found = local.accumulate(jnp.asarray(blocks[rank]), getattr(MPI, op))
-    np.testing.assert_array_equal(found, of.accumulated(blocks, op)[rank])
-
-
-@derivatives
-def test_second_derivatives(comm, rank, size):
-    """Of the cubes of what is exchanged, times a weight on each rank, by Hessian-vector products."""
-    of = ring(size)
-    local = Local(of, comm)
-    xs, ws, vs = ([np.asarray(draw((len(of.rows(other)), 3), np.float64, other, seed)) for other in range(size)]
-                  for seed in range(3))  # fmt: skip
-
-    def loss(x):
-        return jnp.sum(ws[rank] * local.exchange(x) ** 3)
-
-    ex, ev = of.exchanged(xs), of.exchanged(vs)
-    gradient = of.accumulated([3 * w * x**2 for w, x in zip(ws, ex, strict=True)])[rank]
-    product = of.accumulated([6 * w * x * v for w, x, v in zip(ws, ex, ev, strict=True)])[rank]
-    x, v = jnp.asarray(xs[rank]), jnp.asarray(vs[rank])
-    product_of = lambda x, v: jax.jvp(jax.grad(loss), (x,), (v,))[1]  # noqa: E731
-    again = jax.grad(lambda x, v: jnp.vdot(jax.grad(loss)(x), v))
-    found = jax.jit(lambda x, v: (jax.grad(loss)(x), product_of(x, v), again(x, v)))(x, v)
-    for one, right in zip(found, (gradient, product, product), strict=True):
-        np.testing.assert_array_equal(one, right)
-    hessian = jax.eval_shape(jax.hessian(lambda x: jnp.sum(local.accumulate(x) ** 2)), x)
-    assert hessian.shape == x.shape * 2
-
-
-@derivatives
-def test_in_loops(comm, rank, size):
-    """A walk on a ring, its gradient with and without checkpoints, by NumPy on all of it."""
-    of = ring(size, rows=5, reach=1)
-    local = Local(of, comm)
-    rows, places = of.rows(rank), {index: at for at, index in enumerate(of.rows(rank))}
-    ahead = np.array([places[(index + 1) % of.size] for index in of.owned[rank]])
-    owned = len(of.owned[rank])
-
-    def step(x, _):
-        x = local.exchange(x)
-        return x.at[:owned].add(x[ahead]), None
-
-    def walked(x, body=step):
-        return jax.lax.scan(body, x, None, length=3)[0][:owned]
-
-    whole = np.random.default_rng(1).integers(0, 9, of.size).astype(np.float64)
-    x = jnp.asarray(whole[rows])
-    right = whole.copy()
-    for _ in range(3):
-        right = right + np.roll(right, -1)
-    np.testing.assert_array_equal(jax.jit(walked)(x), right[list(of.owned[rank])])
-    weights = np.random.default_rng(2).integers(0, 9, of.size).astype(np.float64)
-    back = weights.copy()
-    for _ in range(3):
-        back = back + np.roll(back, 1)
-    for body in (step, jax.checkpoint(step)):
-        loss = lambda x, body=body: jnp.vdot(walked(x, body), weights[list(of.owned[rank])])  # noqa: E731
-        gradient = jax.jit(jax.grad(loss))(x)
-        np.testing.assert_array_equal(gradient[:owned], back[list(of.owned[rank])])
-        np.testing.assert_array_equal(gradient[owned:], 0)
+    for op in ("MAX", "MIN"):
+        found = local.accumulate(jnp.asarray(blocks[rank]), getattr(MPI, op))
+        np.testing.assert_array_equal(found, of.accumulated(blocks, op)[rank])
 
 
 def test_long_rows_and_many_of_them(comm, rank, size):
@@ -390,16 +236,8 @@ def test_long_rows_and_many_of_them(comm, rank, size):
     mine = np.random.default_rng(rank).permutation(rows)
     of_others = [np.sort(np.random.default_rng([7, rank, other]).choice(rows, rows // 4, replace=False))
                  for other in range(size)]  # fmt: skip
-    receives = tuple((other, rows // 4) for other in range(size) if other != rank)
-    sends = []
-    for other in range(size):
-        if other != rank:
-            wanted = np.sort(np.random.default_rng([7, other, rank]).choice(rows, rows // 4, replace=False))
-            sends.append((other, np.argsort(mine)[wanted]))
     copies = np.concatenate([of_others[other] + rows * other for other in range(size) if other != rank] or [[]])
-    local = Local.__new__(Local)
-    local.comm = communicators.resolve(comm, "test")
-    local.ghosts = ghosts.pattern(Connections(rows, copies.astype(np.int64), receives, tuple(sends)), rank)
+    local = jaxmpi.IndexMap(rank * rows + mine, copies.astype(np.int64), comm=comm)
     kinds = [(np.uint8, 1), (np.int16, 1), (np.float32, 1), (np.uint8, 3), (np.float64, 1)]
     kinds += [(np.complex128, 1), (np.float64, 4), (np.float32, 16), (np.float64, 9)]
     blocks, rights = [], []
@@ -414,14 +252,14 @@ def test_long_rows_and_many_of_them(comm, rank, size):
 
 def test_nothing_travels(comm, rank, size):
     """Without ghosts, without rows, and with rows without elements."""
-    alone = Local(Map(tuple((rank,) for rank in range(size)), ((),) * size), comm)
+    alone = Map(tuple((rank,) for rank in range(size)), ((),) * size).on(comm)
     x = jnp.arange(3.0)[None]
     for found in (alone.exchange(x), alone.accumulate(x), jaxmpi.notoken.wait(alone.start(x))):
         equal(found, np.asarray(x), "no ghosts")
-    none = Local(Map(((),) * size, ((),) * size), comm)
+    none = Map(((),) * size, ((),) * size).on(comm)
     equal(none.exchange(jnp.ones((0, 2))), np.ones((0, 2)), "no rows")
     of = ring(size)
-    local = Local(of, comm)
+    local = of.on(comm)
     empty = jnp.ones((len(of.rows(rank)), 0))
     for found in (local.exchange(empty), local.accumulate(empty), jaxmpi.notoken.wait(local.start(empty))):
         equal(found, np.asarray(empty), "no elements")
@@ -430,15 +268,15 @@ def test_nothing_travels(comm, rank, size):
 
 def test_one_message_to_each_neighbor(comm, rank, size):
     """The plan has a send for each rank with ghosts; consecutive rows are no list."""
-    local = Local(ring(size, rows=4, reach=1), comm)
-    assert len(local.ghosts.rows.sends) == len({(rank - 1) % size, (rank + 1) % size} - {rank})
+    local = ring(size, rows=4, reach=1).on(comm)
+    assert len(local._pattern.rows.sends) == len({(rank - 1) % size, (rank + 1) % size} - {rank})
     pairs = [(2 * other, 2 * other + 1) for other in range(size)]
     order = Map(tuple(pairs), tuple(pairs[(other + 1) % size] if size > 1 else () for other in range(size)))
-    assert all(isinstance(which, range) for _, which in Local(order, comm).ghosts.rows.sends)
+    assert all(isinstance(which, range) for _, which in order.on(comm)._pattern.rows.sends)
 
 
 def test_patterns_are_equal_by_what_they_say(comm, rank, size):
-    one, two, other = (Local(ring(size, reach=reach), comm).ghosts for reach in (2, 2, 1))
+    one, two, other = (ring(size, reach=reach).on(comm)._pattern for reach in (2, 2, 1))
     assert one == two
     assert hash(one) == hash(two)
     assert one != other or size == 1
@@ -446,7 +284,7 @@ def test_patterns_are_equal_by_what_they_say(comm, rank, size):
 
 def test_typed_keys(comm, rank, size):
     of = ring(size)
-    local = Local(of, comm)
+    local = of.on(comm)
     keys = jax.random.split(jax.random.key(3), of.size)
     rows = np.array(of.rows(rank))
     mine = keys[rows].at[len(of.owned[rank]) :].set(jax.random.key(0))
@@ -477,15 +315,15 @@ def test_bad_calls(comm):
     def check(row):
         call, error, words = row
         with pytest.raises(error, match=words):
-            call(Local(of, comm), jnp.ones((len(of.rows(0)), 2)))
+            call(of.on(comm), jnp.ones((len(of.rows(0)), 2)))
 
     each(BAD, check, lambda row: row[2])
 
 
-@derivatives
+@needs_new_jax
 def test_extrema_have_no_derivative(comm, rank, size):
     of = ring(size)
-    local = Local(of, comm)
+    local = of.on(comm)
     x = jnp.ones(len(of.rows(rank)))
     for way in (lambda f: f, jax.jit):
         with pytest.raises(Exception, match=r"IndexMap.accumulate cannot be differentiated: MPI.MAX has no"):
@@ -494,12 +332,12 @@ def test_extrema_have_no_derivative(comm, rank, size):
     np.testing.assert_array_equal(counted, 1)
 
 
-@derivatives
+@needs_new_jax
 @pytest.mark.parametrize("op", ["MAX", "MIN"])
 def test_extrema_of_what_is_stopped_are_constants(op, comm, rank, size):
     """As in a softmax over the edges of a graph, whose largest numbers have no derivative by construction."""
     of = ring(size)
-    local = Local(of, comm)
+    local = of.on(comm)
     xs = [np.asarray(draw((len(of.rows(other)),), np.float64, other)) for other in range(size)]
     extrema = of.accumulated(xs, op)[rank]
 
@@ -534,8 +372,8 @@ def test_extrema_of_what_is_stopped_are_constants(op, comm, rank, size):
 def test_ranks_that_differ_get_an_error(comm, rank, size):
     part = comm.Split(rank // 2)
     if part.size == 2:
-        of = ring(2)
-        local, other = Local(of, part), Local(ring(2, reach=1), part)
+        of, fewer = ring(2), ring(2, reach=1)
+        local, other = of.on(part), fewer.on(part)
         x = jnp.arange(2.0 * len(of.rows(part.rank))).reshape(-1, 2)
         for call, name in (
             (lambda: local.exchange(x.astype("float32")), "exchange"),
@@ -544,7 +382,7 @@ def test_ranks_that_differ_get_an_error(comm, rank, size):
             (lambda: local.exchange(jnp.ones((len(x), 400))), "exchange"),
             (lambda: local.exchange(jnp.ones((len(x), 40_000))), "exchange"),
             (lambda: local.exchange({"another name": x}), "exchange"),
-            (lambda: other.exchange(x[: len(other.of.rows(part.rank))]), "exchange"),
+            (lambda: other.exchange(x[: len(fewer.rows(part.rank))]), "exchange"),
             (lambda: local.accumulate(x), r"(exchange|accumulate)"),
         ):
             with pytest.raises(

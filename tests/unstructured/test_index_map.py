@@ -6,7 +6,6 @@ hypothesis draws on rank 0 which rows there are, who owns them, and who reads wh
 import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,80 +16,27 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
+from jaxmpi._mpi import clones
 from jaxmpi._unstructured import directory, messages
 from jaxmpi._unstructured.lookup import Lookup
-from support import drawing
-from support.launch import launch
+from support.divided import LARGEST, Rows, for_each, on_first_ranks, some_rows
 from support.rows import each
 from support.table import NEW_JAX
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_MAPS", "40"))
-LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class Case:
-    owned: tuple[tuple[int, ...], ...]
-    """The rows of each rank, in its order."""
-    ghosts: tuple[tuple[int, ...], ...]
+class Case(Rows):
     with_owners: bool
-
-    @property
-    def ranks(self):
-        return len(self.owned)
-
-    def owner(self):
-        return {index: rank for rank, its in enumerate(self.owned) for index in its}
-
-    def of(self, rank):
-        """The ghosts of a rank, each once, by owner and index."""
-        owner = self.owner()
-        return sorted({i for i in self.ghosts[rank] if owner[i] != rank}, key=lambda i: (owner[i], i))
 
     def map(self, comm):
         owners = [self.owner()[i] for i in self.ghosts[comm.rank]] if self.with_owners else None
-        return jaxmpi.IndexMap(
-            np.array(self.owned[comm.rank]), np.array(self.ghosts[comm.rank]), owners=owners, comm=comm
-        )
+        return self.on(comm, owners)
 
 
-@st.composite
-def cases(draw, size):
-    """Rows without gaps, with small or with huge ones; ranks that own nothing or read nothing."""
-    ranks = draw(st.integers(1, size))
-    count = draw(st.integers(0, 60))
-    largest = draw(st.sampled_from([count, 4 * count, 2**31 + 5, LARGEST]))
-    rows = (
-        list(range(count))
-        if largest == count
-        else draw(st.lists(st.integers(0, largest), min_size=count, max_size=count, unique=True))
-    )
-    if draw(st.booleans()):  # in blocks of consecutive ones
-        rows = sorted(rows)
-        ends = sorted(draw(st.lists(st.integers(0, count), min_size=ranks - 1, max_size=ranks - 1)))
-        owned = [rows[a:b] for a, b in zip([0, *ends], [*ends, count], strict=True)]
-    else:
-        owned = [[] for _ in range(ranks)]
-        some = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks))  # the others own nothing
-        for row in draw(st.permutations(rows)):
-            owned[draw(st.sampled_from(some))].append(row)
-    read = st.lists(st.sampled_from(rows), max_size=80) if rows else st.just([])
-    ghosts = [draw(read) if draw(st.integers(0, 4)) else [] for _ in range(ranks)]
-    return Case(tuple(map(tuple, owned)), tuple(map(tuple, ghosts)), draw(st.booleans()))
-
-
-def on_ranks(comm, strategy, check, examples):
-    """Calls `check(case, part)`, where `part` has as many ranks as the case is of."""
-
-    def together(case):
-        part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
-        if comm.rank < case.ranks:
-            try:
-                check(case, part)
-            finally:
-                part.Free()
-
-    drawing.on_all_ranks(comm, strategy, together, examples)
+def cases(size):
+    return st.builds(lambda rows, with_owners: Case(*rows, with_owners), some_rows(size), st.booleans())
 
 
 def check_map(case, comm):
@@ -108,42 +54,28 @@ def check_map(case, comm):
     np.testing.assert_array_equal(made.to_global(local), np.array(owned + ghosts, np.int64))
     np.testing.assert_array_equal(made.to_local(owned + ghosts), local)
     np.testing.assert_array_equal(made.to_local(made.to_global(local[None, ::-1])), local[None, ::-1])
-    check_connections(case, comm, made._connections)
-
-
-def check_connections(case, comm, connections):
-    """What is sent is what the others expect, in the order in which it lies there."""
-    for other, rows in connections.sends:
-        wanted = [i for i in case.of(other) if case.owner()[i] == comm.rank]
-        assert [case.owned[comm.rank][row] for row in rows] == wanted
+    connections = made._connections
+    for other, rows in connections.sends:  # what the others expect, in the order in which it lies there
+        wanted = [i for i in case.of(other) if owner[i] == rank]
+        assert [owned[row] for row in rows] == wanted
     sent = {other: len(rows) for other, rows in connections.sends}
     received = dict(connections.receives)
-    assert [its.get(comm.rank, 0) for its in comm.allgather(received)] == [sent.get(r, 0) for r in range(comm.size)]
+    assert [its.get(rank, 0) for its in comm.allgather(received)] == [sent.get(r, 0) for r in range(comm.size)]
     assert list(sent) == sorted(sent)
     assert list(received) == sorted(received)
     assert all([*sent.values(), *received.values()])
 
 
-@pytest.mark.seconds(300)
-def test_random_index_sets(comm, size):
-    on_ranks(comm, cases(size), check_map, EXAMPLES)
-
-
-@pytest.mark.seconds(300)
-def test_random_equality(comm, size):
+def check_equality(case, part):
     """Maps of the same rows are equal, and of others on any rank are not, on all ranks alike."""
-
-    def check(case, part):
-        made, again = case.map(part), case.map(part)
-        assert made == again
-        assert hash(made) == hash(again)
-        assert len(set(part.allgather(hash(made)))) == 1
-        owned = list(case.owned[part.rank])
-        if part.rank == part.size - 1:
-            owned.append(next(i for i in range(len(case.owner()) + 1) if i not in case.owner()))
-        assert made != jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part)
-
-    on_ranks(comm, cases(size), check, EXAMPLES // 4)
+    made, again = case.map(part), case.map(part)
+    assert made == again
+    assert hash(made) == hash(again)
+    assert len(set(part.allgather(hash(made)))) == 1
+    owned = list(case.owned[part.rank])
+    if part.rank == part.size - 1:
+        owned.append(next(i for i in range(len(case.owner()) + 1) if i not in case.owner()))
+    assert made != jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part)
 
 
 def check_gather(case, comm):
@@ -187,11 +119,6 @@ def check_gather(case, comm):
             np.testing.assert_array_equal(second[: len(own)], 2 * power)
 
 
-@pytest.mark.seconds(300)
-def test_random_gathers(comm, size):
-    on_ranks(comm, cases(size), check_gather, EXAMPLES // 8)
-
-
 def test_what_cannot_be_gathered(comm, rank, size):
     made = jaxmpi.IndexMap(*ring(comm))
     owned, ghosts = made.sizes
@@ -215,54 +142,51 @@ def check_raised(comm, call, kind=ValueError):
     return texts[0]
 
 
+def check_ghosts_without_owner(case, part):
+    """The ghosts that are not owned any more are named, with who reads them."""
+    read = sorted({i for rank in range(part.size) for i in case.of(rank)})
+    lost = set(read[:: max(1, len(read) // 3)])
+    ghosts = case.of(part.rank)
+    owned = [i for i in case.owned[part.rank] if i not in lost]
+    call = lambda: jaxmpi.IndexMap(owned, ghosts, comm=part)  # noqa: E731
+    if not lost:
+        call()
+        return
+    text = check_raised(part, call)
+    first = min(lost)
+    reader = next(rank for rank in range(part.size) if first in case.of(rank))
+    assert f"no rank owns {first} (ghosts of rank {reader})" in text
+    total = sum(i in lost for rank in range(part.size) for i in case.of(rank))
+    assert (f"and {total - 5} more" in text) == (total > 5), text
+
+
+def check_rows_owned_twice(case, part):
+    rows = sorted(case.owner())
+    if part.size == 1 or not rows:
+        return
+    row = rows[len(rows) // 2]
+    first = case.owner()[row]
+    second = (first + 1) % part.size
+    owned = [*case.owned[part.rank], *[row] * (part.rank == second)]
+    text = check_raised(part, lambda: jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part))
+    assert f"owned twice: {row} (by ranks {min(first, second)} and {max(first, second)})." in text
+
+
+RANDOM = {
+    "index sets": (check_map, 1),
+    "equality": (check_equality, 4),
+    "gathers": (check_gather, 8),
+    "ghosts without owner": (check_ghosts_without_owner, 2),
+    "rows owned twice": (check_rows_owned_twice, 2),
+}
+"""Of each check the part of the examples that it gets."""
+
+
 @pytest.mark.seconds(300)
-def test_random_ghosts_without_owner(comm, size):
-    def check(case, part):
-        """The ghosts that are not owned any more are named, with who reads them."""
-        read = sorted({i for rank in range(part.size) for i in case.of(rank)})
-        lost = set(read[:: max(1, len(read) // 3)])
-        ghosts = case.of(part.rank)
-        owned = [i for i in case.owned[part.rank] if i not in lost]
-        call = lambda: jaxmpi.IndexMap(owned, ghosts, comm=part)  # noqa: E731
-        if not lost:
-            call()
-            return
-        text = check_raised(part, call)
-        first = min(lost)
-        reader = next(rank for rank in range(part.size) if first in case.of(rank))
-        assert f"no rank owns {first} (ghosts of rank {reader})" in text
-        total = sum(i in lost for rank in range(part.size) for i in case.of(rank))
-        assert (f"and {total - 5} more" in text) == (total > 5), text
-
-    on_ranks(comm, cases(size), check, EXAMPLES // 2)
-
-
-@pytest.mark.seconds(300)
-def test_random_rows_owned_twice(comm, size):
-    def check(case, part):
-        rows = sorted(case.owner())
-        if part.size == 1 or not rows:
-            return
-        row = rows[len(rows) // 2]
-        first = case.owner()[row]
-        second = (first + 1) % part.size
-        owned = [*case.owned[part.rank], *[row] * (part.rank == second)]
-        text = check_raised(part, lambda: jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part))
-        assert f"owned twice: {row} (by ranks {min(first, second)} and {max(first, second)})." in text
-
-    on_ranks(comm, cases(size), check, EXAMPLES // 2)
-
-
-@pytest.mark.nightly
-@pytest.mark.alone
-@pytest.mark.sampled
-@pytest.mark.seconds(400)
-def test_eight_ranks():
-    out = launch(
-        8, "-m", "pytest", "-q", Path(__file__).resolve(), "-k", "random", JAXMPI_TEST_MAPS="24", timeout=380
-    ).stdout
-    assert "passed" in out
-    assert "failed" not in out
+@for_each(RANDOM)
+def test_random(what, comm, size):
+    check, part = RANDOM[what]
+    on_first_ranks(comm, cases(size), check, EXAMPLES // part)
 
 
 def ring(comm):
@@ -402,7 +326,6 @@ def test_pad(comm):
 
 
 def test_static_argument(comm):
-    """Equal maps are one static argument."""
     traced = []
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -426,9 +349,9 @@ def test_communicators(comm, rank, size):
     made = jaxmpi.IndexMap(owned, ghosts, comm=part)
     assert made.comm is part
     assert made != jaxmpi.IndexMap(owned, ghosts, comm=comm)
-    clones = [part.Get_attr(key) for key in [_key_of_clones()]]
+    clone = part.Get_attr(clones._attribute())
     part.Free()
-    assert clones[0] == MPI.COMM_NULL
+    assert clone == MPI.COMM_NULL
     with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL"):
         jaxmpi.IndexMap(owned, ghosts, comm=part)
     with pytest.raises(TypeError, match="comm must be an mpi4py communicator"):
@@ -441,14 +364,7 @@ def test_communicators(comm, rank, size):
     assert alone.sizes == (2, 0)
 
 
-def _key_of_clones():
-    from jaxmpi._mpi import clones
-
-    return clones._attribute()
-
-
 def test_topologies(comm, size):
-    """A communicator with a topology, which the clone does not need."""
     owned, ghosts = ring(comm)
     for part in (comm.Create_cart([size]), comm.Create_dist_graph_adjacent([comm.rank], [comm.rank])):
         assert jaxmpi.IndexMap(owned, ghosts, comm=part).sizes == (3, len(set(ghosts.tolist()) - set(owned.tolist())))
@@ -479,20 +395,6 @@ def test_operations_under_way(comm, rank, size):
 
 
 # --- the parts of which it is made ---------------------------------------------------------------------------------
-
-
-def test_sparse_exchange(comm, rank, size):
-    part = comm.Dup()
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        numbers = rng.integers(0, 30_000, (size, size)) * rng.integers(0, 2, (size, size))
-        sent = {dest: np.arange(numbers[rank, dest]) + rank for dest in range(size) if numbers[rank, dest] % 3}
-        found = messages.sparse_exchange(part, sent, 7)
-        part.Barrier()
-        assert list(found) == [source for source in range(size) if numbers[source, rank] % 3]
-        for source, data in found.items():
-            np.testing.assert_array_equal(data, np.arange(numbers[source, rank]) + source)
-    part.Free()
 
 
 @pytest.mark.alone
@@ -530,7 +432,6 @@ def test_a_directory_is_divided_evenly():
 
 
 def laplacian(n):
-    """The five-point Laplacian of n x n points."""
     line = scipy.sparse.diags([-1.0, 2.0, -1.0], [-1, 0, 1], shape=(n, n))
     return scipy.sparse.csr_matrix(scipy.sparse.kronsum(line, line))
 
@@ -557,7 +458,7 @@ def divided(comm, matrix, way):
 @pytest.mark.parametrize("way", ["consecutive", "drawn"])
 @pytest.mark.parametrize("name", MATRICES)
 def test_csr(name, way, comm):
-    """A sparse matrix times a vector, against scipy."""
+    """The product with a sparse matrix, in compiled code, and with its transpose, by the derivative, against scipy."""
     matrix = MATRICES[name]
     rows = divided(comm, matrix, way)
     part = matrix[rows]
@@ -565,10 +466,18 @@ def test_csr(name, way, comm):
     assert made.owned.tolist() == rows.tolist()
     assert local.dtype == np.int32
     assert set(made.ghosts.tolist()) == set(part.indices.tolist()) - set(rows.tolist())
+    of_row = np.repeat(np.arange(len(rows)), np.diff(part.indptr))
+
+    @jaxmpi.jit
+    def times(x):
+        x = made.exchange(made.pad(x))
+        return jax.ops.segment_sum(jnp.asarray(part.data) * x[local], of_row, len(rows))
+
     whole = np.random.default_rng(3).integers(-9, 9, matrix.shape[0]).astype(float)
-    x = whole[made.to_global(np.arange(sum(made.sizes)))]
-    found = scipy.sparse.csr_matrix((part.data, local, part.indptr), (len(rows), sum(made.sizes))) @ x
-    np.testing.assert_array_equal(found, (matrix @ whole)[rows])
+    x = jnp.asarray(whole[rows])
+    np.testing.assert_array_equal(times(x), (matrix @ whole)[rows])
+    if NEW_JAX:
+        np.testing.assert_array_equal(jax.vjp(times, x)[1](x)[0], (matrix.T @ whole)[rows])
 
 
 WRONG_CSR = [
@@ -660,13 +569,10 @@ def test_ranks_that_differ_about_owners(other, comm, rank):
 
 
 @pytest.mark.seconds(300)
-@pytest.mark.parametrize("way", [pytest.param("consecutive", marks=pytest.mark.nightly), "drawn"])
-def test_many_rows(way, comm, rank, size):
+def test_many_rows(comm, rank, size):
     """A hundred thousand on each rank that it owns, as many ghosts among all rows."""
     count = 100_000
-    index = np.arange(count * size)
-    if way == "drawn":
-        index = np.random.default_rng(0).permutation(index) * 7
+    index = np.random.default_rng(0).permutation(count * size) * 7
     owned = index[count * rank : count * (rank + 1)]
     chosen = np.random.default_rng(rank + 1).integers(0, index.size, count)
     made = jaxmpi.IndexMap(owned, index[chosen])
@@ -682,56 +588,6 @@ def test_many_rows(way, comm, rank, size):
         its = np.unique(np.random.default_rng(other + 1).integers(0, index.size, count))
         its = its[its // count == rank]
         np.testing.assert_array_equal(owned[rows], np.sort(index[its]))
-
-
-# --- rows and ghosts -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.seconds(300)
-def test_random_exchanges(comm, size):
-    """Each ghost gets its owner's row, and each row what its ghosts have, in all ways in which a map is used."""
-
-    def check(case, part):
-        made = case.map(part)
-        index = made.to_global(np.arange(sum(made.sizes)))
-        owned = made.sizes[0]
-        place = {row: i for i, row in enumerate(sorted(case.owner()))}
-        numbers = np.array([place[i] for i in index.tolist()], np.int64)
-        x = jnp.asarray(np.where(np.arange(len(index)) < owned, 3 * numbers, -1), jnp.float32)
-        for exchanged in (
-            made.exchange(x),
-            jaxmpi.jit(made.exchange)(x),
-            jax.jit(lambda made, x: made.exchange(x), static_argnums=0)(made, x),
-            made.exchange(made.pad(x[:owned])),
-            jaxmpi.notoken.wait(made.start(x)),
-        ):
-            np.testing.assert_array_equal(exchanged, 3 * numbers)
-        added = made.accumulate({"a": jnp.ones((len(index), 2), int)})["a"]
-        copies = [1 + sum(row in case.of(rank) for rank in range(part.size)) for row in made.owned.tolist()]
-        np.testing.assert_array_equal(added, np.repeat([*copies, *[0] * made.sizes[1]], 2).reshape(-1, 2))
-
-    on_ranks(comm, cases(size), check, EXAMPLES // 4)
-
-
-@pytest.mark.parametrize("name", ["random", "empty"])
-def test_matrix_times_vector(name, comm):
-    """In compiled code, with the derivative, against scipy."""
-    matrix = MATRICES[name]
-    rows = divided(comm, matrix, "drawn")
-    part = matrix[rows]
-    made, columns = jaxmpi.IndexMap.from_csr(part.indptr, part.indices, rows=rows)
-    of_row = np.repeat(np.arange(len(rows)), np.diff(part.indptr))
-
-    @jaxmpi.jit
-    def times(x):
-        x = made.exchange(made.pad(x))
-        return jax.ops.segment_sum(jnp.asarray(part.data) * x[columns], of_row, len(rows))
-
-    whole = np.random.default_rng(3).normal(size=matrix.shape[0])
-    np.testing.assert_allclose(times(jnp.asarray(whole[rows])), (matrix @ whole)[rows], rtol=1e-12, atol=1e-12)
-    if NEW_JAX:
-        (back,) = jax.vjp(times, jnp.asarray(whole[rows]))[1](jnp.asarray(whole[rows]))
-        np.testing.assert_allclose(back, (matrix.T @ whole)[rows], rtol=1e-12, atol=1e-12)
 
 
 def test_a_freed_communicator(comm):

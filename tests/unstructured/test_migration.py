@@ -12,7 +12,6 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from support import drawing
-from support.launch import launch
 from support.rows import each
 from support.table import NEW_JAX, draw, dtype_of, raised
 
@@ -167,11 +166,6 @@ def test_mapped_owners_are_refused(comm, size):
         jax.vmap(lambda owner: jaxmpi.migrate(jnp.arange(3.0), owner, rows=3 * size)[0])(owners)
 
 
-def _moves(rank, size, step):
-    """A walk of numbers along ranks: each goes on by itself."""
-    return (rank + 1 + step) % size
-
-
 def test_loop_over_steps(comm, rank, size):
     """Particles that walk through all ranks; none is lost, none is there twice, and padding never counts."""
     room, steps = 5 * size, 7
@@ -235,17 +229,6 @@ def test_gradient_beside_one_process(rank, size):
     for got, whole in zip(gradient, of_all, strict=True):
         np.testing.assert_allclose(got[:count], whole[mine], rtol=1e-10)
         np.testing.assert_array_equal(got[count:], 0)
-
-
-@needs_derivatives
-def test_second_derivatives(comm, rank, size):
-    x, owner = jnp.arange(3.0) + rank, (jnp.arange(3) + rank) % size
-
-    def f(x):
-        y, *_ = jaxmpi.migrate(x, owner, rows=3 * size)
-        return notoken.allreduce(jnp.sum(y**3), MPI.SUM)
-
-    np.testing.assert_allclose(jax.jvp(jax.grad(f), (x,), (jnp.ones(3),))[1], 6 * x)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
@@ -356,7 +339,6 @@ def test_one_rank_has_too_little_room(short, way, rank, size):
 
 @pytest.mark.alone
 def test_wrong_arguments():
-    """Errors while tracing."""
     x, owner = jnp.arange(3.0), jnp.zeros(3, jnp.int32)
     for error, text, call in [
         (TypeError, "new_owner must be integers", lambda: jaxmpi.migrate(x, x)),
@@ -439,38 +421,3 @@ def test_other_communicator(comm, rank, size):
     if rank == size - 1:
         np.testing.assert_array_equal(moved, np.repeat(np.arange(size)[::-1], 2))
     np.testing.assert_array_equal(received, [2 * (rank == size - 1)] * size)
-
-
-IN_A_LOOP = """
-import jax, jax.numpy as jnp, jaxmpi
-from jaxmpi import notoken
-from mpi4py import MPI
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-x = jnp.arange(4.0)
-
-def step(state, i):  # in the third step all rows go to rank 1, which has room for 4
-    x, n = state
-    x, n, _ = jaxmpi.migrate(x, jnp.full(4, jnp.where(i == 2, 1, rank)), count=n)
-    return (x, n), None
-
-def f(x):
-    (x, n), _ = jax.lax.scan(step, (x, jnp.int32(4)), jnp.arange(6))
-    return notoken.allreduce(jnp.sum(x**2), MPI.SUM)
-
-print(WHAT)
-"""
-
-
-@pytest.mark.alone
-@pytest.mark.nightly
-@pytest.mark.parametrize("what", ["jax.jit(f)(x)", "jaxmpi.jit(jax.grad(f))(x)"])
-def test_overflow_in_a_loop_ends_a_job(what, tmp_path):
-    """The rank that has no room raises; the others wait for it in the next step, and end with it."""
-    if "grad" in what and not NEW_JAX:
-        pytest.skip("this JAX has no derivatives of communication")
-    program = tmp_path / "program.py"
-    program.write_text(IN_A_LOOP.replace("WHAT", what))
-    done = launch(3, program, check=False, timeout=60)
-    assert done.returncode != 0
-    assert "jaxmpi.migrate on rank 1 of 3: rows sent to this rank: 12; its result has room for 4" in done.stderr
-    assert "Make room with a larger rows=" in done.stderr

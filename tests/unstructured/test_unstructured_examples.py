@@ -8,16 +8,10 @@ import scipy.sparse
 import scipy.sparse.linalg
 
 from support import examples
-from support.examples import assert_same, run
+from support.examples import run_on_each
 
 RANKS = examples.ranks()
 pytestmark = examples.MARKS
-
-
-@pytest.fixture(autouse=True)
-def _packages():
-    for package in ("matplotlib", "optax", "tqdm"):
-        pytest.importorskip(package)
 
 
 def elements(x, cells, k):
@@ -30,13 +24,8 @@ def elements(x, cells, k):
 
 def test_mesh_poisson(tmp_path):
     """u is the solution of a sparse system, and the gradient with respect to k that of the same system."""
-    outs, states = zip(*(run(tmp_path, "mesh_poisson", n, "--size", "14") for n in RANKS), strict=True)
-    for n, out in zip(RANKS, outs, strict=True):
-        assert f"{n} processes, " in out
-        errors = re.findall(r"^Derivative with respect to the (.*): relative error (\S+)$", out, re.M)
-        assert [name for name, _ in errors] == ["conductivity", "pipe's place"]
-        assert all(float(error) < 1e-5 for _, error in errors), errors
-    assert_same(states, 1e-9)
+    below = {f"Derivative with respect to the {x}: relative error ": 1e-5 for x in ("conductivity", "pipe's place")}
+    outs, states = run_on_each(tmp_path, "mesh_poisson", RANKS, "--size", "14", alike=1e-9, below=below)
 
     x, cells, k, u = (states[0][name] for name in ("x", "cells", "k", "u"))
     free = ~states[0]["on_pipe"]
@@ -61,12 +50,9 @@ def test_mesh_poisson(tmp_path):
 def test_graph_network(tmp_path):
     """Loss and gradient are those of one process without MPI, and the training is the same on any number of ranks."""
     arguments = ("--vertices", "90", "--steps", "30")
-    outs, states = zip(*(run(tmp_path, "graph_network", n, *arguments) for n in RANKS), strict=True)
-    for n, out in zip(RANKS, outs, strict=True):
-        assert f"{n} processes, 90 vertices, " in out
-        errors = re.search(r"^Relative difference from one process: loss (\S+), gradient (\S+)$", out, re.M).groups()
-        assert all(float(error) < 1e-11 for error in errors), errors
-    assert_same(states, 1e-7)
+    below = {"Relative difference from one process: loss ": 1e-11, "Relative difference .* gradient ": 1e-11}
+    outs, states = run_on_each(tmp_path, "graph_network", RANKS, *arguments, alike=1e-7, below=below)
+    assert all(", 90 vertices, " in out for out in outs)
     losses = states[0]["losses"]
     assert losses[-5:].mean() < 0.5 * losses[:5].mean()
     assert np.linalg.norm(states[0]["gradient"]) > 1e-3
