@@ -1,11 +1,13 @@
 /* Shared by the C tests: checks that count failures, call frames, and the fake MPI library under the core.
  *
- * A test program is a table of functions. Each starts with an empty record of calls; after it no MPI object may be
+ * A program runs its functions TEST in the order of their lines; its arguments are the fake library (none: a program
+ * without MPI) and the name of one test. Each test starts with an empty record of calls; after it no MPI object may be
  * left: no derived types, requests, matched or unread messages.
  */
 #ifndef JAXMPI_HARNESS_H
 #define JAXMPI_HARNESS_H
 
+#include <regex.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -21,6 +23,10 @@
 #define SUCCEEDS(call)             check_success(call, #call, __FILE__, __LINE__)
 #define FAILS(call, code, ...)     check_failure(call, code, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, __LINE__)
 #define FOR_EACH(type, item, list) for (type item = (list); item < (list) + sizeof(list) / sizeof *(list); item++)
+#define FOR_VALUES(type, item, ...)                                       \
+  for (const type item##_values[] = {__VA_ARGS__}, *item = item##_values; \
+       item < item##_values + sizeof item##_values / sizeof *item; item++)
+typedef const char *string; /* as a type for FOR_VALUES */
 
 bool check(bool condition, const char *text, const char *file, int line);
 bool check_equal(int64_t left, int64_t right, const char *left_text, const char *right_text, const char *file,
@@ -98,6 +104,18 @@ ffi_error *run(const char *operation, struct array in, struct array out, const i
 #define RUN(operation, in, out, ...) run(operation, in, out, (const int64_t[]){__VA_ARGS__})
 #define COMM(pointer)                registered(pointer)
 
+/* Each operation without a request as rank 1 of 3 may call it: the barrier, the other collectives, messages. */
+enum { USUALS = 16, USUAL_COLLECTIVES = 13 };
+extern const struct usual {
+  const char *operation, *function; /* of MPI, whose calls count */
+  int in, out;                      /* shares of a rank in the operand and in the result; 0: there is none */
+  int64_t attributes[5];            /* behind the communicator */
+  const char *given, *compared; /* of 7 float32: what an error says of the arguments, and a comparison of the call */
+} usuals[USUALS];
+ffi_error *run_usual(const struct usual *usual, int dtype, void *in, void *out, int64_t share, void *status);
+bool is_usual(const struct usual *usual, const char *operation);
+bool reduces(const struct usual *usual); /* in chunks */
+
 /* The fake library, the copy of the core for it, and its handles. */
 extern struct fake_control *fake;
 extern void *fake_library;
@@ -139,6 +157,14 @@ bool is_blank(const void *data, size_t from, size_t to);
 bool is_zero(const void *data, size_t from, size_t to);
 bool is_spoilt(const void *data, size_t to);
 
+/* Between the two what goes to stderr goes to `caught`, which is the context of failures from then on. */
+extern char caught[8192];
+void catch_stderr(void);
+void release_stderr(void);
+
+/* Whether a text is like an extended regular expression; `flags` of regcomp. */
+bool is_like(const char *text, const char *pattern, int flags, regmatch_t groups[3]);
+
 /* Random numbers below `below`, by xorshift64*: the same in each run, from the state that a test sets. */
 extern uint64_t draw_state;
 uint32_t draw(uint32_t below);
@@ -155,13 +181,38 @@ void put(struct numbers *numbers, const int64_t *values, size_t count);
 struct test {
   const char *name;
   void (*run)(void);
+  int line;
+  struct test *next;
 };
-#define TEST(function) {#function, function}
+void test_add(struct test *test);
+#define TEST_AT(line, name)                                   \
+  static void name(void);                                     \
+  __attribute__((constructor)) static void add_##name(void) { \
+    static struct test test = {#name, name, line, NULL};      \
+    test_add(&test);                                          \
+  }                                                           \
+  static void name(void)
+#define TEST(name)       TEST_AT(__LINE__, name)
+#define TEST_FIRST(name) TEST_AT(0, name)
 
-/* Opens the fake library argv[1] (none: a program without MPI) and runs the tests, or only argv[2]. Returns the exit
- * status. */
-int run_tests(int argc, char **argv, const struct test *tests, size_t count);
-#define MAIN(tests) \
-  int main(int argc, char **argv) { return run_tests(argc, argv, tests, sizeof(tests) / sizeof *(tests)); }
+/* A program may have these: before each test, and after it. */
+void prepare(void);
+void check_after(void);
+
+/* A test for all places in communicators, types and counts of one rank's share; `through`: a function that calls
+ * for_all, or for_all itself. */
+struct share {
+  const struct communicator *comm;
+  int rank, size, dtype, count;
+  size_t bytes; /* of `count` elements */
+};
+void for_all(void (*body)(const struct share *));
+#define TEST_OF(through, name)                  \
+  static void name##_of(const struct share *s); \
+  TEST(name) { through(name##_of); }            \
+  static void name##_of(const struct share *s)
+
+/* Runs the tests on the fake library argv[1]. Returns the exit status. */
+int run_tests(int argc, char **argv);
 
 #endif

@@ -228,7 +228,7 @@ static void spoil(struct frame *f, int attributes) {
 
 static void alike(int rank, void *data) { (void)rank, (void)data; }
 
-static struct communicator *prepare(void) {
+static struct communicator *any_communicator(void) {
   int size = 1 + (int)draw(MOST_SIZE);
   struct communicator *comm = world((int)draw((uint32_t)size), size);
   fake->reset();
@@ -267,7 +267,7 @@ static bool one_frame(int number) {
   static struct lists lists;
   static struct frame f;
   const struct operation *row = any_row();
-  struct communicator *comm = prepare();
+  struct communicator *comm = any_communicator();
   int64_t attributes[MAX_ATTRIBUTES];
   bool sound = once_in(2) && row->row != ROW_check;
   context("frame %d, %s of %s", number, sound ? "a sound one" : "any", row->id);
@@ -317,9 +317,9 @@ static void run_frames(uint64_t seed) {
   fake->reset();
 }
 
-static void no_frame_crashes(void) { run_frames(1); }
+TEST(no_frame_crashes) { run_frames(1); }
 
-static void nor_with_a_timeline(void) {
+TEST(nor_with_a_timeline) {
   char folder[] = "/tmp/jaxmpi-test-XXXXXX", file[64];
   const char *reason;
   if (mkdtemp(folder) == NULL) abort();
@@ -330,7 +330,3 @@ static void nor_with_a_timeline(void) {
   CHECK_EQUAL(unlink(file), 0);
   CHECK_EQUAL(rmdir(folder), 0);
 }
-
-static const struct test tests[] = {TEST(no_frame_crashes), TEST(nor_with_a_timeline)};
-
-MAIN(tests)

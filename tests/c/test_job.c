@@ -58,7 +58,7 @@ static const char *asked(void) {
 
 static void ring(void) { CHECK_EQUAL(write(bell, "?", 1), 1); }
 
-static void files_are_left_and_questions_read(void) {
+TEST(files_are_left_and_questions_read) {
   start();
   job_tell("state", "first", 5);
   CHECK(strcmp(content("7.state"), "first") == 0);
@@ -74,7 +74,7 @@ static void files_are_left_and_questions_read(void) {
 }
 
 /* The number of the descriptor that is kept may be another file's. */
-static void the_program_closes_what_is_ours(void) {
+TEST(the_program_closes_what_is_ours) {
   start();
   struct stat ours, found;
   leave(in, "ask", "42");
@@ -89,7 +89,7 @@ static void the_program_closes_what_is_ours(void) {
 }
 
 /* Cut to 511 characters the path names a file in one of the folders around it. */
-static void paths_are_not_cut(void) {
+TEST(paths_are_not_cut) {
   static char cut[512];
   start();
   memcpy(cut, path, sizeof cut - 1);
@@ -103,13 +103,12 @@ static void paths_are_not_cut(void) {
   CHECK_EQUAL(unlink(cut), 0);
 }
 
-static void links_are_not_followed(void) {
+TEST(links_are_not_followed) {
   start();
   ring();
   leave(in, "victim", "ours");
   unlinkat(in, "ask", 0);
-  static const char *const names[] = {"7.report", "7.report.draft", "ask"};
-  FOR_EACH (const char *const *, name, names) CHECK_EQUAL(symlinkat("victim", in, *name), 0);
+  FOR_VALUES (string, name, "7.report", "7.report.draft", "ask") CHECK_EQUAL(symlinkat("victim", in, *name), 0);
   job_tell("report", "told", 4);
   CHECK(strcmp(content("7.report"), "told") == 0);
   CHECK(strcmp(asked(), "") == 0);
@@ -117,7 +116,7 @@ static void links_are_not_followed(void) {
   unlinkat(in, "ask", 0);
 }
 
-static void folders_of_others_are_not_used(void) {
+TEST(folders_of_others_are_not_used) {
   start();
   ring();
   leave(in, "ask", "43");
@@ -137,7 +136,7 @@ static void folders_of_others_are_not_used(void) {
   CHECK(strcmp(asked(), "43") == 0);
 }
 
-static void a_link_in_the_place_of_the_folder_is_not_followed(void) {
+TEST(a_link_in_the_place_of_the_folder_is_not_followed) {
   static char moved[LONGEST + 6];
   start();
   unlinkat(in, "7.state", 0);
@@ -153,10 +152,9 @@ static void a_link_in_the_place_of_the_folder_is_not_followed(void) {
 }
 
 /* The last one: takes all away. */
-static void nothing_happens_without_the_folder(void) {
+TEST(nothing_happens_without_the_folder) {
   start();
-  static const char *const names[] = {"7.state", "7.report", "ask", "victim", "bell"};
-  FOR_EACH (const char *const *, name, names) unlinkat(in, *name, 0);
+  FOR_VALUES (string, name, "7.state", "7.report", "ask", "victim", "bell") unlinkat(in, *name, 0);
   for (int part = 0; part < PARTS; part++) {
     CHECK_EQUAL(rmdir(path), 0);
     path[strlen(path) - PART - 1] = '\0';
@@ -166,15 +164,3 @@ static void nothing_happens_without_the_folder(void) {
   CHECK(strcmp(asked(), "") == 0);
   close(in);
 }
-
-static const struct test tests[] = {
-    TEST(files_are_left_and_questions_read),
-    TEST(the_program_closes_what_is_ours),
-    TEST(paths_are_not_cut),
-    TEST(links_are_not_followed),
-    TEST(folders_of_others_are_not_used),
-    TEST(a_link_in_the_place_of_the_folder_is_not_followed),
-    TEST(nothing_happens_without_the_folder),
-};
-
-MAIN(tests)

@@ -11,7 +11,7 @@ static _Alignas(16) unsigned char in[ROOM], out[ROOM], message[ROOM];
 static _Alignas(16) unsigned char guarded[128];
 static void *const status = guarded + 32;
 
-static void prepare(void) {
+void prepare(void) {
   fake->reset();
   fill(message, ROOM);
   fill(in, ROOM);
@@ -58,7 +58,7 @@ static ffi_error *receive_leaf(enum leaf place, int count, int tag) {
 
 /* --- what fits --- */
 
-static void a_message_that_fits_arrives(void) {
+TEST(a_message_that_fits_arrives) {
   FOR_LIMITS (limit)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++)
       for (int with = 0; with < 2; with++) {
@@ -80,7 +80,7 @@ static void a_message_that_fits_arrives(void) {
       }
 }
 
-static void a_scalar_is_received(void) {
+TEST(a_scalar_is_received) {
   FOR_LIMITS (limit) {
     prepare();
     deliver(0, 0, 8);
@@ -90,8 +90,7 @@ static void a_scalar_is_received(void) {
   }
 }
 
-static void source_and_tag_choose(void) {
-  prepare();
+TEST(source_and_tag_choose) {
   fake->deliver(world(1, 4)->handle, 0, 5, message, 4);
   fake->deliver(world(1, 4)->handle, 2, 5, message + 4, 4);
   fake->deliver(world(1, 4)->handle, 2, 6, message + 8, 4);
@@ -117,7 +116,7 @@ static void source_and_tag_choose(void) {
   CHECK_SAME(out, message + 16, 4);
 }
 
-static void nobody_sends_zeros(void) {
+TEST(nobody_sends_zeros) {
   FOR_LIMITS (limit)
     for (int count = 0; count <= N; count += N)
       for (int with = 0; with < 2; with++) {
@@ -128,7 +127,7 @@ static void nobody_sends_zeros(void) {
       }
 }
 
-static void an_empty_message_fills_an_empty_result(void) {
+TEST(an_empty_message_fills_an_empty_result) {
   FOR_LIMITS (limit) {
     prepare();
     deliver(3, 1, 0);
@@ -148,7 +147,7 @@ static void check_channel(void) {
   CHECK_SAME(out, in, 4 * N);
 }
 
-static void a_long_message_is_refused(void) {
+TEST(a_long_message_is_refused) {
   static const struct {
     int64_t bytes;
     const char *text;
@@ -167,7 +166,7 @@ static void a_long_message_is_refused(void) {
       }
 }
 
-static void a_message_for_an_empty_result_is_refused(void) {
+TEST(a_message_for_an_empty_result_is_refused) {
   FOR_LIMITS (limit) {
     prepare();
     deliver(2, 9, 1);
@@ -178,7 +177,7 @@ static void a_message_for_an_empty_result_is_refused(void) {
   }
 }
 
-static void a_short_message_is_refused_without_status(void) {
+TEST(a_short_message_is_refused_without_status) {
   FOR_LIMITS (limit)
     for (int bytes = 0; bytes < 4 * N; bytes++) {
       char text[64];
@@ -192,7 +191,7 @@ static void a_short_message_is_refused_without_status(void) {
     }
 }
 
-static void a_short_message_with_status_leaves_zeros(void) {
+TEST(a_short_message_with_status_leaves_zeros) {
   FOR_LIMITS (limit)
     for (size_t count = 0; count < N; count++) {
       prepare();
@@ -205,7 +204,7 @@ static void a_short_message_with_status_leaves_zeros(void) {
     }
 }
 
-static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
+TEST(the_last_of_a_pytree_tells_what_did_not_fit) {
   for (int errors = 0; errors < 8; errors++)
     FOR_LIMITS (limit) {
       context("errors %d, at most %d in one call", errors, *limit);
@@ -231,8 +230,7 @@ static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
     }
 }
 
-static void what_was_kept_ends_with_its_pytree(void) {
-  prepare();
+TEST(what_was_kept_ends_with_its_pytree) {
   deliver(2, 9, 4 * N + 4);
   SUCCEEDS(receive_leaf(LEAF_FIRST, N, 9)); /* and its program ends */
   deliver(2, 9, 4 * N);
@@ -242,15 +240,14 @@ static void what_was_kept_ends_with_its_pytree(void) {
   CHECK_EQUAL(atomic_load(&failures_kept), 0);
 }
 
-static void a_failure_of_mpi_is_told_at_once(void) {
-  prepare();
+TEST(a_failure_of_mpi_is_told_at_once) {
   deliver(2, 9, 4 * N + 4);
   fake->fail("MPI_Mrecv", 1, 77);
   FAILS(receive_leaf(LEAF_FIRST, N, 9), FFI_INTERNAL, "for 77");
   CHECK_EQUAL(atomic_load(&failures_kept), 0);
 }
 
-static void half_an_element_is_refused_with_status_too(void) {
+TEST(half_an_element_is_refused_with_status_too) {
   FOR_LIMITS (limit)
     for (int bytes = 1; bytes < 8 * N; bytes += 3) {
       if (bytes % 8 == 0) continue;
@@ -268,7 +265,7 @@ static ffi_error *exchange(struct array a, struct array b, int source, int dest,
   return RUN("sendrecv", a, b, COMM(world(1, 4)), dest, 9, 5, source, COMM(wanted)); /* recvtag 9, sendtag 5 */
 }
 
-static void sendrecv_sends_and_receives(void) {
+TEST(sendrecv_sends_and_receives) {
   FOR_LIMITS (limit)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++)
       for (int sent = 0; sent <= N; sent += N) {
@@ -292,7 +289,7 @@ static void sendrecv_sends_and_receives(void) {
 }
 
 /* What is sent and what is received may be of two types; each is measured in its own. */
-static void sendrecv_of_two_types(void) {
+TEST(sendrecv_of_two_types) {
   static const int types[][2] = {{U8, F64}, {F64, U8}, {F32, S16}, {BOOL, C128}, {C128, BF16}};
   FOR_LIMITS (limit)
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
@@ -318,7 +315,7 @@ static void sendrecv_of_two_types(void) {
     }
 }
 
-static void sendrecv_with_oneself(void) {
+TEST(sendrecv_with_oneself) {
   FOR_LIMITS (limit) {
     prepare();
     SUCCEEDS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(0, 1)), 0, 5, 5, 0, 0));
@@ -327,7 +324,7 @@ static void sendrecv_with_oneself(void) {
   }
 }
 
-static void sendrecv_with_nobody(void) {
+TEST(sendrecv_with_nobody) {
   FOR_LIMITS (limit) {
     prepare();
     SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), fake->proc_null, fake->proc_null, status));
@@ -345,7 +342,7 @@ static void sendrecv_with_nobody(void) {
   }
 }
 
-static void sendrecv_refuses_what_does_not_fit(void) {
+TEST(sendrecv_refuses_what_does_not_fit) {
   FOR_LIMITS (limit)
     for (int bytes = 4 * N - 4; bytes <= 4 * N + 4; bytes += 8) {
       prepare();
@@ -359,7 +356,7 @@ static void sendrecv_refuses_what_does_not_fit(void) {
     }
 }
 
-static void sendrecv_accepts_short_ones_with_status(void) {
+TEST(sendrecv_accepts_short_ones_with_status) {
   FOR_LIMITS (limit) {
     prepare();
     deliver(2, 9, 8);
@@ -371,12 +368,11 @@ static void sendrecv_accepts_short_ones_with_status(void) {
 }
 
 /* The type to receive a message is made before the message is matched: an error between the two would lose it. */
-static void a_message_is_not_lost_by_an_error(void) {
-  static const char *const functions[] = {"MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit"};
+TEST(a_message_is_not_lost_by_an_error) {
   runtime.max_count = 3;
   prepare();
   fake->deliver(world(0, 2)->handle, 1, 9, message, N * sizeof(float));
-  FOR_EACH (const char *const *, function, functions) {
+  FOR_VALUES (string, function, "MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit") {
     context("%s", *function);
     fake->fail(*function, 1, 77);
     FAILS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(0, 2)), 1, 0, 9), FFI_INTERNAL, "for 77");
@@ -398,7 +394,7 @@ static void prepare_labels(void) {
   atomic_store(&runtime.labels, true);
 }
 
-static void a_labelled_message_arrives(void) {
+TEST(a_labelled_message_arrives) {
   FOR_LIMITS (limit)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++)
       for (int count = 0; count <= N; count += N) {
@@ -420,7 +416,7 @@ static void a_labelled_message_arrives(void) {
       }
 }
 
-static void another_dtype_is_told(void) {
+TEST(another_dtype_is_told) {
   int64_t sites[] = {COMM(world(1, 4)), ITSELF, 5}; /* comm, dest, tag */
   CHECK(call_site_add(ROW_send, sites, F32, N, "a.py:3 (f)"));
   for (int with = 0; with < 2; with++) {
@@ -438,7 +434,7 @@ static void another_dtype_is_told(void) {
   }
 }
 
-static void labelled_sizes_are_compared(void) {
+TEST(labelled_sizes_are_compared) {
   prepare_labels();
   send_to_itself(F32, 3, 5);
   SUCCEEDS(receive(F32, N, ITSELF, 5, status));
@@ -454,7 +450,7 @@ static void labelled_sizes_are_compared(void) {
   check_status(fake->proc_null, fake->any_tag, 0);
 }
 
-static void labelled_messages_can_fail(void) {
+TEST(labelled_messages_can_fail) {
   prepare_labels();
   send_to_itself(F32, N, 5);
   fake->fail("MPI_Mrecv", 1, 77);
@@ -466,32 +462,3 @@ static void labelled_messages_can_fail(void) {
         "for 77");
   CHECK_EQUAL(fake->live_types + fake->live_requests, 0);
 }
-
-static const struct test tests[] = {
-    TEST(a_labelled_message_arrives),
-    TEST(another_dtype_is_told),
-    TEST(labelled_sizes_are_compared),
-    TEST(labelled_messages_can_fail),
-    TEST(a_message_that_fits_arrives),
-    TEST(a_scalar_is_received),
-    TEST(source_and_tag_choose),
-    TEST(nobody_sends_zeros),
-    TEST(an_empty_message_fills_an_empty_result),
-    TEST(a_long_message_is_refused),
-    TEST(a_message_for_an_empty_result_is_refused),
-    TEST(a_short_message_is_refused_without_status),
-    TEST(a_short_message_with_status_leaves_zeros),
-    TEST(the_last_of_a_pytree_tells_what_did_not_fit),
-    TEST(a_failure_of_mpi_is_told_at_once),
-    TEST(what_was_kept_ends_with_its_pytree),
-    TEST(half_an_element_is_refused_with_status_too),
-    TEST(a_message_is_not_lost_by_an_error),
-    TEST(sendrecv_sends_and_receives),
-    TEST(sendrecv_of_two_types),
-    TEST(sendrecv_with_oneself),
-    TEST(sendrecv_with_nobody),
-    TEST(sendrecv_refuses_what_does_not_fit),
-    TEST(sendrecv_accepts_short_ones_with_status),
-};
-
-MAIN(tests)

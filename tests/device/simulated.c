@@ -21,10 +21,35 @@ void finish(void) {
   driver->reset();
 }
 
+void check_after(void) { finish(); }
+
 const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_FLAGS, TRANSPORT_WAIT};
 const enum transport leaving[] = {TRANSPORT_CALLBACK, TRANSPORT_FLAGS};
 const char *const transport_names[] = {
     [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_FLAGS] = "flags", [TRANSPORT_WAIT] = "wait"};
+
+void on(enum transport transport, bool aware) {
+  runtime.transport = transport;
+  runtime.aware = aware;
+}
+
+void on_each(const enum transport list[], size_t count, void (*test)(void)) {
+  for (size_t i = 0; i < count; i++) {
+    context("transport %s", transport_names[list[i]]);
+    fake->reset();
+    on(list[i], false);
+    test();
+    finish();
+  }
+}
+
+ffi_error *give(const char *operation, struct array in, struct array out, const int64_t attributes[]) {
+  struct frame frame;
+  frame_make(&frame, operation, in, out, attributes);
+  ffi_error *error = frame_call_in(space, &frame, operation);
+  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
+  return error;
+}
 
 const char *const driver_functions[] = {
 #define TEXT(name, parameters)
@@ -66,7 +91,7 @@ void driver_fails(const char *what, const char *operation, ffi_error *(*call)(vo
     }
 }
 
-int run_device_tests(int argc, char **argv, const struct test *tests, size_t count) {
+int main(int argc, char **argv) {
   const char *path = getenv("FAKE_DRIVER");
   void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_GLOBAL) : NULL;
   struct fake_driver *(*get)(void) = NULL;
@@ -78,5 +103,5 @@ int run_device_tests(int argc, char **argv, const struct test *tests, size_t cou
   if (memory_open(space) != NULL) return printf("%s\n", memory_open(space)), 1;
   xla_stream = driver->stream();
   importer = true;
-  return run_tests(argc, argv, tests, count);
+  return run_tests(argc, argv);
 }

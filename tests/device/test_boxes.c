@@ -180,7 +180,7 @@ static void draw_set(struct set *set) {
 
 static struct set on_host, on_device;
 
-static void random_boxes(void) {
+TEST(random_boxes) {
   draw_state = 88172645463325252ull;
   driver->slow = false;
   int boxed = 0;
@@ -206,7 +206,6 @@ static void random_boxes(void) {
   }
   CHECK(boxed > PLANS);
   driver->slow = true;
-  finish();
 }
 
 /* Of a large array two columns travel, one is filled, and one is added to. */
@@ -231,27 +230,27 @@ static void set_square(struct set *set, bool aliased) {
   begin(set);
 }
 
-static void only_what_travels_is_copied(void) {
+TEST(only_what_travels_is_copied) {
   runtime.copy_bytes = 64;
-  FOR_EACH(const enum transport *, transport, transports) for (int adds = 0; adds < 2; adds++) {
-    const struct plan *plan = plan_of_columns(SIDE, adds);
-    context("%s, adds %d", transport_names[*transport], adds);
-    runtime.transport = *transport;
-    fake->reset();
-    driver->reset();
-    set_square(&on_device, true);
-    SUCCEEDS(call_in(space, &on_device, plan));
-    for (int i = 0; i < SIDE; i++)
-      for (int k = 0; k < SIDE; k++) {
-        double own = 1 + 2 * (i * SIDE + k), other = 1 + 2 * (i * SIDE + k - SIDE + 3);
-        double right = k == 3 ? 0 : k < SIDE - 2 ? own : adds ? own + other : other;
-        CHECK(on_device.out[0][i * SIDE + k] == right);
-      }
-    CHECK_EQUAL(driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync"), adds ? 4 : 3);
-    CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync"), 0);
-    CHECK_EQUAL(driver->calls("hipMemcpyAsync"), 0);
-  }
-  finish();
+  FOR_EACH (const enum transport *, transport, transports)
+    for (int adds = 0; adds < 2; adds++) {
+      const struct plan *plan = plan_of_columns(SIDE, adds);
+      context("%s, adds %d", transport_names[*transport], adds);
+      runtime.transport = *transport;
+      fake->reset();
+      driver->reset();
+      set_square(&on_device, true);
+      SUCCEEDS(call_in(space, &on_device, plan));
+      for (int i = 0; i < SIDE; i++)
+        for (int k = 0; k < SIDE; k++) {
+          double own = 1 + 2 * (i * SIDE + k), other = 1 + 2 * (i * SIDE + k - SIDE + 3);
+          double right = k == 3 ? 0 : k < SIDE - 2 ? own : adds ? own + other : other;
+          CHECK(on_device.out[0][i * SIDE + k] == right);
+        }
+      CHECK_EQUAL(driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync"), adds ? 4 : 3);
+      CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync"), 0);
+      CHECK_EQUAL(driver->calls("hipMemcpyAsync"), 0);
+    }
 }
 
 /* Of an array 100 rows in three runs travel to its end: each run is one copy. Rows here and there are so many copies
@@ -266,7 +265,7 @@ static const struct plan *plan_of_list(const struct indices *list, int64_t rows,
   return planned(&n);
 }
 
-static void consecutive_indices_are_one_copy(void) {
+TEST(consecutive_indices_are_one_copy) {
   enum { ROWS = 512, ROW = 8, COUNT = 100 };
   runtime.copy_bytes = 64;
   runtime.transport = TRANSPORT_WAIT;
@@ -291,7 +290,6 @@ static void consecutive_indices_are_one_copy(void) {
         driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync") + driver->calls("hipMemcpyAsync");
     CHECK_EQUAL(copies, scattered ? 2 : 4);
   }
-  finish();
 }
 
 /* --- errors --- */
@@ -301,25 +299,24 @@ static ffi_error *call_again(void *plan) {
   return call_in(space, &on_device, plan);
 }
 
-static void failures_of_the_driver_are_errors(void) {
+TEST(failures_of_the_driver_are_errors) {
   runtime.copy_bytes = ALWAYS;
   driver->slow = false;
   for (int adds = 0; adds < 2; adds++) {
     const struct plan *plan = plan_of_columns(SIDE, adds);
-    FOR_EACH(const enum transport *, transport, transports) {
+    FOR_EACH (const enum transport *, transport, transports) {
       runtime.transport = *transport;
       driver_fails(adds ? "a sum" : "a copy", "exchange", call_again, (void *)(uintptr_t)plan);
     }
   }
   driver->slow = true;
-  finish();
 }
 
 /* Where nobody waits an error of MPI is the next operation's: all bits of what was to be received are set. */
-static void errors_are_deferred(void) {
+TEST(errors_are_deferred) {
   const struct plan *plan = plan_of_columns(SIDE, false);
   runtime.copy_bytes = ALWAYS;
-  FOR_EACH(const enum transport *, transport, leaving) {
+  FOR_EACH (const enum transport *, transport, leaving) {
     context("transport %s", transport_names[*transport]);
     runtime.transport = *transport;
     fake->reset();
@@ -338,28 +335,14 @@ static void errors_are_deferred(void) {
   fake->fail("MPI_Mprobe", 1, 16);
   FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "MPI_Mprobe failed");
   fake->reset();
-  finish();
 }
 
 /* Arrays that are not those of the plan are not touched. */
-static void arrays_must_be_those_of_the_plan(void) {
+TEST(arrays_must_be_those_of_the_plan) {
   const struct plan *plan = plan_of_columns(SIDE - 1, false);
   runtime.copy_bytes = ALWAYS;
   runtime.transport = TRANSPORT_WAIT;
   set_square(&on_device, false);
   FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "reinstall");
   CHECK_EQUAL(communications(), 0);
-  finish();
-}
-
-int main(int argc, char **argv) {
-  static const struct test tests[] = {
-      TEST(random_boxes),
-      TEST(only_what_travels_is_copied),
-      TEST(consecutive_indices_are_one_copy),
-      TEST(failures_of_the_driver_are_errors),
-      TEST(errors_are_deferred),
-      TEST(arrays_must_be_those_of_the_plan),
-  };
-  return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests);
 }

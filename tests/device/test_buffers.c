@@ -102,106 +102,103 @@ static void check_calls(const struct set *set, int out) {
 }
 
 /* Two operands, a number, two results and a number, in one and in chunks. */
-static void two_of_each(void) {
-  static const int64_t counts[] = {0, 1, 7, 1024, 5000};
+TEST(two_of_each) {
   static const int64_t chunks[] = {0, CHUNK};
-  FOR_EACH(const struct way *, way, ways)
-  FOR_EACH(const int64_t *, count, counts)
-  FOR_EACH(const int64_t *, chunk, chunks) {
-    struct communicator *comm = world(1, 3);
-    struct set set = {0};
-    context("%s, %d elements, chunks of %d", way->name, (int)*count, (int)*chunk);
-    fake->reset();
-    comm->chunk = *chunk;
-    add(&set, F32, *count, false);
-    add(&set, F32, *count, false);
-    add_factor(&set, FACTOR);
-    add(&set, F32, *count, true);
-    add(&set, F32, *count, true);
-    add(&set, S32, 1, true);
-    SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
-    check_sum(&set, 3, 0, 3);
-    check_sum(&set, 4, 1, 3);
-    check_calls(&set, 5);
-    CHECK_EQUAL(times_called("MPI_Allreduce"), 2 * (*chunk > 0 && *count > 1024 ? 5 : 1));
-    comm->chunk = 0;
-    set_free(&set);
-  }
-  finish();
+  FOR_EACH (const struct way *, way, ways)
+    FOR_VALUES (int64_t, count, 0, 1, 7, 1024, 5000)
+      FOR_EACH (const int64_t *, chunk, chunks) {
+        struct communicator *comm = world(1, 3);
+        struct set set = {0};
+        context("%s, %d elements, chunks of %d", way->name, (int)*count, (int)*chunk);
+        fake->reset();
+        comm->chunk = *chunk;
+        add(&set, F32, *count, false);
+        add(&set, F32, *count, false);
+        add_factor(&set, FACTOR);
+        add(&set, F32, *count, true);
+        add(&set, F32, *count, true);
+        add(&set, S32, 1, true);
+        SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
+        check_sum(&set, 3, 0, 3);
+        check_sum(&set, 4, 1, 3);
+        check_calls(&set, 5);
+        CHECK_EQUAL(times_called("MPI_Allreduce"), 2 * (*chunk > 0 && *count > 1024 ? 5 : 1));
+        comm->chunk = 0;
+        set_free(&set);
+      }
 }
 
 /* Buffers that differ in length or type go in one. */
-static void different_ones_are_not_divided(void) {
-  FOR_EACH(const struct way *, way, ways) for (int same_type = 0; same_type < 2; same_type++) {
-    struct communicator *comm = world(0, 2);
-    struct set set = {0};
-    int64_t longer = same_type ? 6000 : 5000;
-    context("%s, %d", way->name, same_type);
-    fake->reset();
-    comm->chunk = CHUNK;
-    add(&set, F32, 5000, false);
-    add(&set, same_type ? F32 : F64, longer, false);
-    add_factor(&set, FACTOR);
-    add(&set, F32, 5000, true);
-    add(&set, same_type ? F32 : F64, longer, true);
-    add(&set, S32, 1, true);
-    SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
-    check_sum(&set, 3, 0, 2);
-    check_sum(&set, 4, 1, 2);
-    CHECK_EQUAL(times_called("MPI_Allreduce"), 2);
-    comm->chunk = 0;
-    set_free(&set);
-  }
-  finish();
+TEST(different_ones_are_not_divided) {
+  FOR_EACH (const struct way *, way, ways)
+    for (int same_type = 0; same_type < 2; same_type++) {
+      struct communicator *comm = world(0, 2);
+      struct set set = {0};
+      int64_t longer = same_type ? 6000 : 5000;
+      context("%s, %d", way->name, same_type);
+      fake->reset();
+      comm->chunk = CHUNK;
+      add(&set, F32, 5000, false);
+      add(&set, same_type ? F32 : F64, longer, false);
+      add_factor(&set, FACTOR);
+      add(&set, F32, 5000, true);
+      add(&set, same_type ? F32 : F64, longer, true);
+      add(&set, S32, 1, true);
+      SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
+      check_sum(&set, 3, 0, 2);
+      check_sum(&set, 4, 1, 2);
+      CHECK_EQUAL(times_called("MPI_Allreduce"), 2);
+      comm->chunk = 0;
+      set_free(&set);
+    }
 }
 
 /* Chunks of several matrices: rank r's block is this rank's with r - rank added. */
-static void rows_of_several(void) {
+TEST(rows_of_several) {
   static const int64_t chunks[] = {0, CHUNK};
   enum { N = 3000, SIZE = 3, PLACE = 1 };
-  FOR_EACH(const struct way *, way, ways) FOR_EACH(const int64_t *, chunk, chunks) {
-    struct communicator *comm = world(PLACE, SIZE);
-    struct set set = {0};
-    context("%s, chunks of %d", way->name, (int)*chunk);
-    fake->reset();
-    comm->chunk = *chunk;
-    add(&set, F32, N, false);
-    add(&set, F32, N, false);
-    add(&set, F32, N * SIZE, true);
-    add(&set, F32, N * SIZE, true);
-    SUCCEEDS(call_on(way, &set, "stacks", (const int64_t[]){registered(comm)}));
-    for (int k = 0; k < 2; k++)
-      for (size_t i = 0; i < set.bytes[2 + k]; i++) {
-        size_t block = i / set.bytes[k], at = i % set.bytes[k];
-        if (!CHECK_EQUAL(set.at[2 + k][i], (unsigned char)(set.at[k][at] + block - PLACE))) return;
-      }
-    CHECK(times_called("MPI_Allgather") == (*chunk == 0 ? 2 : 2 * ((N * 4 + CHUNK - 1) / CHUNK)));
-    comm->chunk = 0;
-    set_free(&set);
-  }
-  finish();
+  FOR_EACH (const struct way *, way, ways)
+    FOR_EACH (const int64_t *, chunk, chunks) {
+      struct communicator *comm = world(PLACE, SIZE);
+      struct set set = {0};
+      context("%s, chunks of %d", way->name, (int)*chunk);
+      fake->reset();
+      comm->chunk = *chunk;
+      add(&set, F32, N, false);
+      add(&set, F32, N, false);
+      add(&set, F32, N * SIZE, true);
+      add(&set, F32, N * SIZE, true);
+      SUCCEEDS(call_on(way, &set, "stacks", (const int64_t[]){registered(comm)}));
+      for (int k = 0; k < 2; k++)
+        for (size_t i = 0; i < set.bytes[2 + k]; i++) {
+          size_t block = i / set.bytes[k], at = i % set.bytes[k];
+          if (!CHECK_EQUAL(set.at[2 + k][i], (unsigned char)(set.at[k][at] + block - PLACE))) return;
+        }
+      CHECK(times_called("MPI_Allgather") == (*chunk == 0 ? 2 : 2 * ((N * 4 + CHUNK - 1) / CHUNK)));
+      comm->chunk = 0;
+      set_free(&set);
+    }
 }
 
 /* Lists of any length, of types of their own. */
-static void one_for_each_leaf(void) {
-  static const int lengths[] = {0, 1, 2, MOST};
+TEST(one_for_each_leaf) {
   static const int dtypes[] = {F32, U8, F64, C128};
-  FOR_EACH(const struct way *, way, ways) FOR_EACH(const int *, length, lengths) {
-    struct communicator *comm = world(0, 2);
-    struct set set = {0};
-    context("%s, %d arrays", way->name, *length);
-    fake->reset();
-    for (int i = 0; i < *length; i++) add(&set, dtypes[i % 4], 3 + i, false);
-    add_factor(&set, FACTOR);
-    for (int i = 0; i < *length; i++) add(&set, dtypes[i % 4], 3 + i, true);
-    add(&set, S32, 1, true);
-    SUCCEEDS(call_on(way, &set, "each", (const int64_t[]){registered(comm), reduction("SUM")}));
-    for (int i = 0; i < *length; i++) check_sum(&set, *length + 1 + i, i, 2);
-    check_calls(&set, 2 * *length + 1);
-    CHECK_EQUAL(times_called("MPI_Allreduce"), *length);
-    set_free(&set);
-  }
-  finish();
+  FOR_EACH (const struct way *, way, ways)
+    FOR_VALUES (int, length, 0, 1, 2, MOST) {
+      struct communicator *comm = world(0, 2);
+      struct set set = {0};
+      context("%s, %d arrays", way->name, *length);
+      fake->reset();
+      for (int i = 0; i < *length; i++) add(&set, dtypes[i % 4], 3 + i, false);
+      add_factor(&set, FACTOR);
+      for (int i = 0; i < *length; i++) add(&set, dtypes[i % 4], 3 + i, true);
+      add(&set, S32, 1, true);
+      SUCCEEDS(call_on(way, &set, "each", (const int64_t[]){registered(comm), reduction("SUM")}));
+      for (int i = 0; i < *length; i++) check_sum(&set, *length + 1 + i, i, 2);
+      check_calls(&set, 2 * *length + 1);
+      CHECK_EQUAL(times_called("MPI_Allreduce"), *length);
+      set_free(&set);
+    }
 }
 
 /* The operations whose buffers are joined, and how many parts the operand and the result have: STACKED: one per rank.
@@ -233,44 +230,42 @@ static void add_leaves(struct set *set, const struct joined *row, bool root, int
   for (int i = first; i <= last && outs != ABSENT; i++) add(set, F32, counts[i] * (outs == STACKED ? PARTS : 1), true);
 }
 
-static void leaves_are_joined(void) {
+TEST(leaves_are_joined) {
   enum { LEAVES = 4 };
-  static const int64_t chunks[] = {0, CHUNK};
-  FOR_EACH(const struct way *, way, ways)
-  FOR_EACH(const struct joined *, row, joined)
-  FOR_EACH(const int64_t *, chunk, chunks)
-  for (int rank = 0; rank < 2; rank++) {
-    struct communicator *comm = world(rank, PARTS);
-    struct set all = {0}, one[LEAVES] = {{0}};
-    int64_t attributes[3] = {registered(comm), row->reduces ? reduction("SUM") : 0, 0}; /* root: 0 */
-    context("%s, %s, rank %d", way->name, row->name, rank);
-    comm->chunk = *chunk;
-    fake->reset();
-    add_leaves(&all, row, rank == 0, 0, LEAVES - 1);
-    SUCCEEDS(call_on(way, &all, row->name, attributes));
-    CHECK_EQUAL(communications(), 1);
-    for (int i = 0; i < LEAVES && all.in > 0; i++) {
-      fake->reset();
-      add_leaves(&one[i], row, rank == 0, i, i);
-      SUCCEEDS(call_on(&ways[0], &one[i], row->name, attributes));
-      if (all.out > 0) CHECK(memcmp(all.at[LEAVES + i], one[i].at[1], all.bytes[LEAVES + i]) == 0);
-      set_free(&one[i]);
-    }
-    if (all.in == 0) { /* what is received alone, the fake makes of the place in the message */
-      struct set whole = {0};
-      add(&whole, F32, 3 + 17 + 5, true);
-      SUCCEEDS(call_on(&ways[0], &whole, row->name, attributes));
-      for (size_t i = 0, at = 0; i < LEAVES; at += all.bytes[i++])
-        CHECK(memcmp(all.at[i], whole.at[0] + at, all.bytes[i]) == 0);
-      set_free(&whole);
-    }
-    comm->chunk = 0;
-    set_free(&all);
-  }
-  finish();
+  FOR_EACH (const struct way *, way, ways)
+    FOR_EACH (const struct joined *, row, joined)
+      FOR_VALUES (int64_t, chunk, 0, CHUNK)
+        for (int rank = 0; rank < 2; rank++) {
+          struct communicator *comm = world(rank, PARTS);
+          struct set all = {0}, one[LEAVES] = {{0}};
+          int64_t attributes[3] = {registered(comm), row->reduces ? reduction("SUM") : 0, 0}; /* root: 0 */
+          context("%s, %s, rank %d", way->name, row->name, rank);
+          comm->chunk = *chunk;
+          fake->reset();
+          add_leaves(&all, row, rank == 0, 0, LEAVES - 1);
+          SUCCEEDS(call_on(way, &all, row->name, attributes));
+          CHECK_EQUAL(communications(), 1);
+          for (int i = 0; i < LEAVES && all.in > 0; i++) {
+            fake->reset();
+            add_leaves(&one[i], row, rank == 0, i, i);
+            SUCCEEDS(call_on(&ways[0], &one[i], row->name, attributes));
+            if (all.out > 0) CHECK(memcmp(all.at[LEAVES + i], one[i].at[1], all.bytes[LEAVES + i]) == 0);
+            set_free(&one[i]);
+          }
+          if (all.in == 0) { /* what is received alone, the fake makes of the place in the message */
+            struct set whole = {0};
+            add(&whole, F32, 3 + 17 + 5, true);
+            SUCCEEDS(call_on(&ways[0], &whole, row->name, attributes));
+            for (size_t i = 0, at = 0; i < LEAVES; at += all.bytes[i++])
+              CHECK(memcmp(all.at[i], whole.at[0] + at, all.bytes[i]) == 0);
+            set_free(&whole);
+          }
+          comm->chunk = 0;
+          set_free(&all);
+        }
 }
 
-static void leaves_of_two_types(void) {
+TEST(leaves_of_two_types) {
   struct set set = {0};
   for (int i = 0; i < 4; i++) add(&set, i % 2 == 0 ? F32 : S32, 3, i >= 2);
   FAILS(call_in(&memory_host, &set, "allreduce", (const int64_t[]){registered(world(0, 2)), reduction("SUM")}),
@@ -280,10 +275,9 @@ static void leaves_of_two_types(void) {
 }
 
 /* An MPI library that reaches the device gets its pointers; what the core reads itself is copied all the same. */
-static void the_host_reads_its_own(void) {
+TEST(the_host_reads_its_own) {
   struct communicator *comm = world(0, 2);
-  static const int32_t factors[] = {FACTOR, -1};
-  FOR_EACH(const int32_t *, factor, factors) {
+  FOR_VALUES (int32_t, factor, FACTOR, -1) {
     struct set set = {0};
     context("factor %d", *factor);
     fake->reset();
@@ -310,12 +304,11 @@ static void the_host_reads_its_own(void) {
     set_free(&set);
   }
   runtime.aware = false;
-  finish();
 }
 
 /* All results of a call that has failed behind its back are ones in all bits. */
-static void errors_fill_all_results(void) {
-  FOR_EACH(const struct way *, way, ways) {
+TEST(errors_fill_all_results) {
+  FOR_EACH (const struct way *, way, ways) {
     struct communicator *comm = world(0, 2);
     struct set set = {0};
     context("%s", way->name);
@@ -341,44 +334,43 @@ static void errors_fill_all_results(void) {
     }
     set_free(&set);
   }
-  finish();
 }
 
 /* Each failure of the driver on the way is an error, and nothing is left behind. */
-static void failures_of_the_driver(void) {
+TEST(failures_of_the_driver) {
   static const char *const cuda[] = {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord", "cuLaunchHostFunc",
                                      "cuMemHostAlloc"};
   static const char *const hip[] = {"hipMemcpyDtoHAsync", "hipMemcpyHtoDAsync", "hipEventRecord", "hipLaunchHostFunc",
                                     "hipHostMalloc"};
-  FOR_EACH(const struct way *, way, ways)
-  for (int f = 0; f < 5 && !way->on_host; f++)
-    for (int nth = 1; nth < 9; nth++) {
-      const char *function = space == &memory_cuda ? cuda[f] : hip[f];
-      struct communicator *comm = world(0, 2);
-      struct set set = {0};
-      context("%s, call %d of %s", way->name, nth, function);
-      comm->chunk = CHUNK;
-      for (int i = 0; i < 2; i++) add(&set, F32, 2000, false);
-      add_factor(&set, FACTOR);
-      for (int i = 0; i < 2; i++) add(&set, F32, 2000, true);
-      add(&set, S32, 1, true);
-      driver->reset();
-      driver->fail(function, nth, 2);
-      ffi_error *error = call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
-      if (driver->calls(function) >= nth)
-        FAILS(error, FFI_INTERNAL, "jaxmpi.sums");
-      else
-        SUCCEEDS(error);
-      driver->reset();
-      comm->chunk = 0;
-      fake->reset();
-      set_free(&set);
-      finish();
-    }
+  FOR_EACH (const struct way *, way, ways)
+    for (int f = 0; f < 5 && !way->on_host; f++)
+      for (int nth = 1; nth < 9; nth++) {
+        const char *function = space == &memory_cuda ? cuda[f] : hip[f];
+        struct communicator *comm = world(0, 2);
+        struct set set = {0};
+        context("%s, call %d of %s", way->name, nth, function);
+        comm->chunk = CHUNK;
+        for (int i = 0; i < 2; i++) add(&set, F32, 2000, false);
+        add_factor(&set, FACTOR);
+        for (int i = 0; i < 2; i++) add(&set, F32, 2000, true);
+        add(&set, S32, 1, true);
+        driver->reset();
+        driver->fail(function, nth, 2);
+        ffi_error *error = call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
+        if (driver->calls(function) >= nth)
+          FAILS(error, FFI_INTERNAL, "jaxmpi.sums");
+        else
+          SUCCEEDS(error);
+        driver->reset();
+        comm->chunk = 0;
+        fake->reset();
+        set_free(&set);
+        finish();
+      }
 }
 
 /* Frames that are not what the core expects. */
-static void wrong_numbers(void) {
+TEST(wrong_numbers) {
   int64_t attributes[] = {registered(world(0, 2)), reduction("SUM")};
   struct set few = {0}, many = {0};
   add(&few, F32, 3, false);
@@ -393,18 +385,3 @@ static void wrong_numbers(void) {
   set_free(&few);
   set_free(&many);
 }
-
-static const struct test tests[] = {
-    TEST(two_of_each),
-    TEST(different_ones_are_not_divided),
-    TEST(rows_of_several),
-    TEST(one_for_each_leaf),
-    TEST(leaves_are_joined),
-    TEST(leaves_of_two_types),
-    TEST(the_host_reads_its_own),
-    TEST(errors_fill_all_results),
-    TEST(failures_of_the_driver),
-    TEST(wrong_numbers),
-};
-
-int main(int argc, char **argv) { return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests); }
