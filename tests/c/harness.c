@@ -303,13 +303,18 @@ bool is_usual(const struct usual *usual, const char *operation) { return strcmp(
 
 bool reduces(const struct usual *usual) { return usual->attributes[0] == THE_SUM; }
 
-ffi_error *run_usual(const struct usual *usual, int dtype, void *in, void *out, int64_t share, void *status) {
-  int64_t attributes[6] = {COMM(world(1, 3))};
-  struct array arrays[] = {NONE, NONE};
+void usual_attributes(const struct usual *usual, void *status, int64_t attributes[6]) {
+  attributes[0] = COMM(world(1, 3));
   for (int i = 0; i < 5; i++) {
     int64_t value = usual->attributes[i];
     attributes[i + 1] = value == THE_SUM ? reduction("SUM") : value == THE_STATUS ? COMM(status) : value;
   }
+}
+
+ffi_error *run_usual(const struct usual *usual, int dtype, void *in, void *out, int64_t share, void *status) {
+  int64_t attributes[6];
+  struct array arrays[] = {NONE, NONE};
+  usual_attributes(usual, status, attributes);
   if (usual->in > 0) arrays[0] = usual->in == 1 ? ARRAY(dtype, in, share) : MATRIX(dtype, in, 3, share);
   if (usual->out > 0) arrays[1] = usual->out == 1 ? ARRAY(dtype, out, share) : MATRIX(dtype, out, 3, share);
   return run(usual->operation, arrays[0], arrays[1], attributes);

@@ -112,6 +112,7 @@ extern const struct usual {
   int64_t attributes[5];            /* behind the communicator */
   const char *given, *compared; /* of 7 float32: what an error says of the arguments, and a comparison of the call */
 } usuals[USUALS];
+void usual_attributes(const struct usual *usual, void *status, int64_t attributes[6]);
 ffi_error *run_usual(const struct usual *usual, int dtype, void *in, void *out, int64_t share, void *status);
 bool is_usual(const struct usual *usual, const char *operation);
 bool reduces(const struct usual *usual); /* in chunks */

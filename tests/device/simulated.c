@@ -51,6 +51,12 @@ ffi_error *give(const char *operation, struct array in, struct array out, const 
   return error;
 }
 
+void was_left(const char *text) {
+  struct failure *failure = failure_take();
+  if (CHECK(failure != NULL) && !CHECK(strstr(failure->text, text) != NULL)) printf("%s\n", failure->text);
+  free(failure);
+}
+
 const char *const driver_functions[] = {
 #define TEXT(name, parameters)
 #define FUNCTION(name, suffix, parameters) #name,

@@ -31,6 +31,9 @@ void on_each(const enum transport list[], size_t count, void (*test)(void));
 ffi_error *give(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define GIVE(operation, in, out, ...) give(operation, in, out, (const int64_t[]){__VA_ARGS__})
 
+/* An operation has left a failure with this text to the next one. */
+void was_left(const char *text);
+
 /* Of both drivers; ends with NULL. */
 extern const char *const driver_functions[];
 

@@ -44,15 +44,24 @@ static void set_free(struct set *set) {
   for (int i = 0; i < set->in + set->out; i++) free(set->at[i]);
 }
 
+/* The arrays of `sums`: two operands and a factor, two results and a number of calls. */
+static void add_two_sums(struct set *set, int64_t count, int other_type, int64_t other_count, int32_t factor) {
+  add(set, F32, count, false);
+  add(set, other_type, other_count, false);
+  add_factor(set, factor);
+  add(set, F32, count, true);
+  add(set, other_type, other_count, true);
+  add(set, S32, 1, true);
+}
+
 /* Where the arrays of the last call lay. */
 static const void *lying[MAX_ARRAYS];
 
 static ffi_error *call_in(const struct memory *memory, struct set *set, const char *operation,
                           const int64_t attributes[]) {
-  struct frame *frame = malloc(sizeof *frame);
+  static struct frame frame;
   struct array arrays[MAX_ARRAYS];
   int count = set->in + set->out;
-  if (frame == NULL) abort();
   memcpy(arrays, set->arrays, sizeof arrays);
   for (int i = 0; i < count && !memory->host; i++) {
     if (set->bytes[i] == 0) continue;
@@ -60,10 +69,9 @@ static ffi_error *call_in(const struct memory *memory, struct set *set, const ch
     driver->write(arrays[i].data, set->at[i], set->bytes[i]);
   }
   for (int i = 0; i < count; i++) lying[i] = arrays[i].data;
-  frame_make_lists(frame, operation, arrays, set->in, arrays + set->in, set->out, attributes);
-  ffi_error *error = frame_call_in(memory, frame, operation);
-  memset(frame, 0xaa, sizeof *frame); /* XLA takes it back as the handler returns */
-  free(frame);
+  frame_make_lists(&frame, operation, arrays, set->in, arrays + set->in, set->out, attributes);
+  ffi_error *error = frame_call_in(memory, &frame, operation);
+  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
   if (!memory->host) driver->synchronize(xla_stream);
   for (int i = 0; i < count && !memory->host; i++) {
     if (set->bytes[i] == 0) continue;
@@ -84,9 +92,12 @@ static const struct way {
             {"wait", false, TRANSPORT_WAIT}};
 
 static ffi_error *call_on(const struct way *way, struct set *set, const char *operation, const int64_t attributes[]) {
-  runtime.transport = way->transport;
-  runtime.aware = false;
+  on(way->transport, false);
   return call_in(way->on_host ? &memory_host : space, set, operation, attributes);
+}
+
+static ffi_error *call_sums(const struct way *way, struct set *set, const struct communicator *comm) {
+  return call_on(way, set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
 }
 
 /* What the fake library makes of a sum: each byte with the number of ranks added. */
@@ -101,83 +112,65 @@ static void check_calls(const struct set *set, int out) {
   CHECK_EQUAL(calls, FACTOR);
 }
 
-/* Two operands, a number, two results and a number, in one and in chunks. */
+/* In one and in chunks. */
 TEST(two_of_each) {
-  static const int64_t chunks[] = {0, CHUNK};
+  struct communicator *comm = world(1, 3);
   FOR_EACH (const struct way *, way, ways)
     FOR_VALUES (int64_t, count, 0, 1, 7, 1024, 5000)
-      FOR_EACH (const int64_t *, chunk, chunks) {
-        struct communicator *comm = world(1, 3);
+      for (comm->chunk = 0; comm->chunk <= CHUNK; comm->chunk += CHUNK) {
         struct set set = {0};
-        context("%s, %d elements, chunks of %d", way->name, (int)*count, (int)*chunk);
+        context("%s, %d elements, chunks of %d", way->name, (int)*count, (int)comm->chunk);
         fake->reset();
-        comm->chunk = *chunk;
-        add(&set, F32, *count, false);
-        add(&set, F32, *count, false);
-        add_factor(&set, FACTOR);
-        add(&set, F32, *count, true);
-        add(&set, F32, *count, true);
-        add(&set, S32, 1, true);
-        SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
+        add_two_sums(&set, *count, F32, *count, FACTOR);
+        SUCCEEDS(call_sums(way, &set, comm));
         check_sum(&set, 3, 0, 3);
         check_sum(&set, 4, 1, 3);
         check_calls(&set, 5);
-        CHECK_EQUAL(times_called("MPI_Allreduce"), 2 * (*chunk > 0 && *count > 1024 ? 5 : 1));
-        comm->chunk = 0;
+        CHECK_EQUAL(times_called("MPI_Allreduce"), 2 * (comm->chunk > 0 && *count > 1024 ? 5 : 1));
         set_free(&set);
       }
+  comm->chunk = 0;
 }
 
 /* Buffers that differ in length or type go in one. */
 TEST(different_ones_are_not_divided) {
+  struct communicator *comm = world(0, 2);
+  comm->chunk = CHUNK;
   FOR_EACH (const struct way *, way, ways)
     for (int same_type = 0; same_type < 2; same_type++) {
-      struct communicator *comm = world(0, 2);
       struct set set = {0};
-      int64_t longer = same_type ? 6000 : 5000;
       context("%s, %d", way->name, same_type);
       fake->reset();
-      comm->chunk = CHUNK;
-      add(&set, F32, 5000, false);
-      add(&set, same_type ? F32 : F64, longer, false);
-      add_factor(&set, FACTOR);
-      add(&set, F32, 5000, true);
-      add(&set, same_type ? F32 : F64, longer, true);
-      add(&set, S32, 1, true);
-      SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
+      add_two_sums(&set, 5000, same_type ? F32 : F64, same_type ? 6000 : 5000, FACTOR);
+      SUCCEEDS(call_sums(way, &set, comm));
       check_sum(&set, 3, 0, 2);
       check_sum(&set, 4, 1, 2);
       CHECK_EQUAL(times_called("MPI_Allreduce"), 2);
-      comm->chunk = 0;
       set_free(&set);
     }
+  comm->chunk = 0;
 }
 
 /* Chunks of several matrices: rank r's block is this rank's with r - rank added. */
 TEST(rows_of_several) {
-  static const int64_t chunks[] = {0, CHUNK};
   enum { N = 3000, SIZE = 3, PLACE = 1 };
+  struct communicator *comm = world(PLACE, SIZE);
   FOR_EACH (const struct way *, way, ways)
-    FOR_EACH (const int64_t *, chunk, chunks) {
-      struct communicator *comm = world(PLACE, SIZE);
+    for (comm->chunk = 0; comm->chunk <= CHUNK; comm->chunk += CHUNK) {
       struct set set = {0};
-      context("%s, chunks of %d", way->name, (int)*chunk);
+      context("%s, chunks of %d", way->name, (int)comm->chunk);
       fake->reset();
-      comm->chunk = *chunk;
-      add(&set, F32, N, false);
-      add(&set, F32, N, false);
-      add(&set, F32, N * SIZE, true);
-      add(&set, F32, N * SIZE, true);
+      for (int i = 0; i < 4; i++) add(&set, F32, i < 2 ? N : N * SIZE, i >= 2);
       SUCCEEDS(call_on(way, &set, "stacks", (const int64_t[]){registered(comm)}));
       for (int k = 0; k < 2; k++)
         for (size_t i = 0; i < set.bytes[2 + k]; i++) {
           size_t block = i / set.bytes[k], at = i % set.bytes[k];
           if (!CHECK_EQUAL(set.at[2 + k][i], (unsigned char)(set.at[k][at] + block - PLACE))) return;
         }
-      CHECK(times_called("MPI_Allgather") == (*chunk == 0 ? 2 : 2 * ((N * 4 + CHUNK - 1) / CHUNK)));
-      comm->chunk = 0;
+      CHECK(times_called("MPI_Allgather") == (comm->chunk == 0 ? 2 : 2 * ((N * 4 + CHUNK - 1) / CHUNK)));
       set_free(&set);
     }
+  comm->chunk = 0;
 }
 
 /* Lists of any length, of types of their own. */
@@ -201,68 +194,54 @@ TEST(one_for_each_leaf) {
     }
 }
 
-/* The operations whose buffers are joined, and how many parts the operand and the result have: STACKED: one per rank.
- * On ranks other than root (0) some pass one of them alone. */
-enum { ABSENT, SINGLE, STACKED };
-static const struct joined {
-  const char *name;
-  int root_in, root_out, in, out;
-  bool reduces, has_root;
-} joined[] = {{"allgather", SINGLE, STACKED, SINGLE, STACKED, false, false},
-              {"allreduce", SINGLE, SINGLE, SINGLE, SINGLE, true, false},
-              {"alltoall", STACKED, STACKED, STACKED, STACKED, false, false},
-              {"bcast", SINGLE, ABSENT, ABSENT, SINGLE, false, true},
-              {"gather", SINGLE, STACKED, SINGLE, ABSENT, false, true},
-              {"reduce", SINGLE, SINGLE, SINGLE, ABSENT, true, true},
-              {"scan", SINGLE, SINGLE, SINGLE, SINGLE, true, false},
-              {"scatter", STACKED, SINGLE, ABSENT, SINGLE, false, true}};
-
-enum { PARTS = 3 };
-
 /* The leaves from `first` to `last`, of which each has the same data in every set. */
-static void add_leaves(struct set *set, const struct joined *row, bool root, int first, int last) {
+static void add_leaves(struct set *set, const struct usual *usual, int first, int last) {
   static const int64_t counts[] = {3, 0, 17, 5};
-  int ins = root ? row->root_in : row->in, outs = root ? row->root_out : row->out;
-  for (int i = first; i <= last && ins != ABSENT; i++) {
-    add(set, F32, counts[i] * (ins == STACKED ? PARTS : 1), false);
+  for (int i = first; i <= last && usual->in > 0; i++) {
+    add(set, F32, counts[i] * usual->in, false);
     if (counts[i] > 0) set->at[set->in - 1][0] = (unsigned char)(i + 1);
   }
-  for (int i = first; i <= last && outs != ABSENT; i++) add(set, F32, counts[i] * (outs == STACKED ? PARTS : 1), true);
+  for (int i = first; i <= last && usual->out > 0; i++) add(set, F32, counts[i] * usual->out, true);
+}
+
+/* All collectives but the barrier: of several leaves in one message, and of each alone. */
+static void join_leaves(const struct way *way, const struct usual *usual) {
+  enum { LEAVES = 4 };
+  struct set all = {0};
+  int64_t attributes[6];
+  usual_attributes(usual, NULL, attributes);
+  fake->reset();
+  add_leaves(&all, usual, 0, LEAVES - 1);
+  SUCCEEDS(call_on(way, &all, usual->operation, attributes));
+  CHECK_EQUAL(communications(), 1);
+  for (int i = 0; i < LEAVES && all.in > 0; i++) {
+    struct set one = {0};
+    fake->reset();
+    add_leaves(&one, usual, i, i);
+    SUCCEEDS(call_on(&ways[0], &one, usual->operation, attributes));
+    if (all.out > 0) CHECK(memcmp(all.at[LEAVES + i], one.at[1], all.bytes[LEAVES + i]) == 0);
+    set_free(&one);
+  }
+  if (all.in == 0) { /* what is received alone, the fake makes of the place in the message */
+    struct set whole = {0};
+    add(&whole, F32, 3 + 17 + 5, true);
+    SUCCEEDS(call_on(&ways[0], &whole, usual->operation, attributes));
+    for (size_t i = 0, at = 0; i < LEAVES; at += all.bytes[i++])
+      CHECK(memcmp(all.at[i], whole.at[0] + at, all.bytes[i]) == 0);
+    set_free(&whole);
+  }
+  set_free(&all);
 }
 
 TEST(leaves_are_joined) {
-  enum { LEAVES = 4 };
+  struct communicator *comm = world(1, 3);
   FOR_EACH (const struct way *, way, ways)
-    FOR_EACH (const struct joined *, row, joined)
-      FOR_VALUES (int64_t, chunk, 0, CHUNK)
-        for (int rank = 0; rank < 2; rank++) {
-          struct communicator *comm = world(rank, PARTS);
-          struct set all = {0}, one[LEAVES] = {{0}};
-          int64_t attributes[3] = {registered(comm), row->reduces ? reduction("SUM") : 0, 0}; /* root: 0 */
-          context("%s, %s, rank %d", way->name, row->name, rank);
-          comm->chunk = *chunk;
-          fake->reset();
-          add_leaves(&all, row, rank == 0, 0, LEAVES - 1);
-          SUCCEEDS(call_on(way, &all, row->name, attributes));
-          CHECK_EQUAL(communications(), 1);
-          for (int i = 0; i < LEAVES && all.in > 0; i++) {
-            fake->reset();
-            add_leaves(&one[i], row, rank == 0, i, i);
-            SUCCEEDS(call_on(&ways[0], &one[i], row->name, attributes));
-            if (all.out > 0) CHECK(memcmp(all.at[LEAVES + i], one[i].at[1], all.bytes[LEAVES + i]) == 0);
-            set_free(&one[i]);
-          }
-          if (all.in == 0) { /* what is received alone, the fake makes of the place in the message */
-            struct set whole = {0};
-            add(&whole, F32, 3 + 17 + 5, true);
-            SUCCEEDS(call_on(&ways[0], &whole, row->name, attributes));
-            for (size_t i = 0, at = 0; i < LEAVES; at += all.bytes[i++])
-              CHECK(memcmp(all.at[i], whole.at[0] + at, all.bytes[i]) == 0);
-            set_free(&whole);
-          }
-          comm->chunk = 0;
-          set_free(&all);
-        }
+    for (int i = 1; i < USUAL_COLLECTIVES; i++)
+      for (comm->chunk = 0; comm->chunk <= CHUNK; comm->chunk += CHUNK) {
+        context("%s, %s, case %d, chunks of %d", way->name, usuals[i].operation, i, (int)comm->chunk);
+        join_leaves(way, &usuals[i]);
+      }
+  comm->chunk = 0;
 }
 
 TEST(leaves_of_two_types) {
@@ -282,14 +261,8 @@ TEST(the_host_reads_its_own) {
     context("factor %d", *factor);
     fake->reset();
     fake->hollow = true;
-    runtime.aware = true;
-    runtime.transport = TRANSPORT_WAIT;
-    add(&set, F32, 9, false);
-    add(&set, F32, 9, false);
-    add_factor(&set, *factor);
-    add(&set, F32, 9, true);
-    add(&set, F32, 9, true);
-    add(&set, S32, 1, true);
+    on(TRANSPORT_WAIT, true);
+    add_two_sums(&set, 9, F32, 9, *factor);
     ffi_error *error = call_in(space, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
     if (*factor < 0) {
       FAILS(error, FFI_INVALID_ARGUMENT, "jaxmpi.sums", "the factor is -1");
@@ -303,70 +276,44 @@ TEST(the_host_reads_its_own) {
     }
     set_free(&set);
   }
-  runtime.aware = false;
 }
 
 /* All results of a call that has failed behind its back are ones in all bits. */
 TEST(errors_fill_all_results) {
   FOR_EACH (const struct way *, way, ways) {
-    struct communicator *comm = world(0, 2);
     struct set set = {0};
     context("%s", way->name);
     fake->reset();
-    add(&set, F32, 9, false);
-    add(&set, F32, 9, false);
-    add_factor(&set, -1);
-    add(&set, F32, 9, true);
-    add(&set, F32, 9, true);
-    add(&set, S32, 1, true);
-    ffi_error *error = call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
+    add_two_sums(&set, 9, F32, 9, -1);
+    ffi_error *error = call_sums(way, &set, world(0, 2));
     CHECK_EQUAL(communications(), 0);
-    if (way->on_host || way->transport == TRANSPORT_WAIT) {
+    if (way->transport == TRANSPORT_WAIT) {
       FAILS(error, FFI_INVALID_ARGUMENT, "the factor is -1");
     } else {
       SUCCEEDS(error);
       for (int i = 3; i < 6; i++)
         for (size_t k = 0; k < set.bytes[i]; k++)
           if (!CHECK_EQUAL(set.at[i][k], 0xff)) break;
-      struct failure *failure = failure_take();
-      CHECK(failure != NULL && strstr(failure->text, "the factor is -1") != NULL);
-      free(failure);
+      was_left("the factor is -1");
     }
     set_free(&set);
   }
 }
 
+static ffi_error *call_again(void *comm) {
+  struct set set = {0};
+  add_two_sums(&set, 2000, F32, 2000, FACTOR);
+  ffi_error *error = call_in(space, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
+  set_free(&set);
+  return error;
+}
+
 /* Each failure of the driver on the way is an error, and nothing is left behind. */
-TEST(failures_of_the_driver) {
-  static const char *const cuda[] = {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord", "cuLaunchHostFunc",
-                                     "cuMemHostAlloc"};
-  static const char *const hip[] = {"hipMemcpyDtoHAsync", "hipMemcpyHtoDAsync", "hipEventRecord", "hipLaunchHostFunc",
-                                    "hipHostMalloc"};
-  FOR_EACH (const struct way *, way, ways)
-    for (int f = 0; f < 5 && !way->on_host; f++)
-      for (int nth = 1; nth < 9; nth++) {
-        const char *function = space == &memory_cuda ? cuda[f] : hip[f];
-        struct communicator *comm = world(0, 2);
-        struct set set = {0};
-        context("%s, call %d of %s", way->name, nth, function);
-        comm->chunk = CHUNK;
-        for (int i = 0; i < 2; i++) add(&set, F32, 2000, false);
-        add_factor(&set, FACTOR);
-        for (int i = 0; i < 2; i++) add(&set, F32, 2000, true);
-        add(&set, S32, 1, true);
-        driver->reset();
-        driver->fail(function, nth, 2);
-        ffi_error *error = call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
-        if (driver->calls(function) >= nth)
-          FAILS(error, FFI_INTERNAL, "jaxmpi.sums");
-        else
-          SUCCEEDS(error);
-        driver->reset();
-        comm->chunk = 0;
-        fake->reset();
-        set_free(&set);
-        finish();
-      }
+TEST_ON(transports, failures_of_the_driver) {
+  struct communicator *comm = world(0, 2);
+  comm->chunk = CHUNK;
+  driver_fails("two sums", "sums", call_again, comm);
+  comm->chunk = 0;
 }
 
 /* Frames that are not what the core expects. */

@@ -329,13 +329,6 @@ TEST_ON(transports, requests_are_staged) {
     }
 }
 
-/* The failure that an operation has left to the next one. */
-static void was_left(const char *text) {
-  struct failure *failure = failure_take();
-  if (CHECK(failure != NULL) && !CHECK(strstr(failure->text, text) != NULL)) printf("%s\n", failure->text);
-  free(failure);
-}
-
 /* Where nobody waits, a start that has failed has no numbers, and the wait tells why. */
 TEST_ON(leaving, errors_of_requests_are_deferred) {
   struct communicator *comm = world(0, 2);
