@@ -200,18 +200,19 @@ void test_add(struct test *test);
 void prepare(void);
 void check_after(void);
 
-/* A test for all places in communicators, types and counts of one rank's share; `through`: a function that calls
- * for_all, or for_all itself. */
+/* Tests that a function runs in several ways. The other macro: for all places in communicators, types and counts of one
+ * rank's share, by for_all or by a function that calls it. */
 struct share {
   const struct communicator *comm;
   int rank, size, dtype, count;
   size_t bytes; /* of `count` elements */
 };
 void for_all(void (*body)(const struct share *));
-#define TEST_OF(through, name)                  \
-  static void name##_of(const struct share *s); \
-  TEST(name) { through(name##_of); }            \
-  static void name##_of(const struct share *s)
+#define TEST_THROUGH(runner, name, parameter) \
+  static void name##_body(parameter);         \
+  TEST(name) { runner(name##_body); }         \
+  static void name##_body(parameter)
+#define TEST_OF(runner, name) TEST_THROUGH(runner, name, const struct share *s)
 
 /* Runs the tests on the fake library argv[1]. Returns the exit status. */
 int run_tests(int argc, char **argv);

@@ -33,7 +33,7 @@ void on(enum transport transport, bool aware) {
   runtime.aware = aware;
 }
 
-void on_each(const enum transport list[], size_t count, void (*test)(void)) {
+static void on_each(const enum transport list[], size_t count, void (*test)(void)) {
   for (size_t i = 0; i < count; i++) {
     context("transport %s", transport_names[list[i]]);
     fake->reset();
@@ -42,6 +42,9 @@ void on_each(const enum transport list[], size_t count, void (*test)(void)) {
     finish();
   }
 }
+
+void on_all(void (*test)(void)) { on_each(transports, 3, test); }
+void on_leaving(void (*test)(void)) { on_each(leaving, 2, test); }
 
 ffi_error *give(const char *operation, struct array in, struct array out, const int64_t attributes[]) {
   struct frame frame;

@@ -19,13 +19,10 @@ extern const char *const transport_names[3];
 /* Those that leave calls to the stream. */
 extern const enum transport leaving[2];
 
-/* Calls go by this transport from now on. A test on each of a list, from which `runtime.transport` is. */
+/* Calls go by this transport from now on. For TEST_THROUGH: on all transports, and on those that leave calls. */
 void on(enum transport transport, bool aware);
-void on_each(const enum transport list[], size_t count, void (*test)(void));
-#define TEST_ON(list, name)                                               \
-  static void name##_on(void);                                            \
-  TEST(name) { on_each(list, sizeof(list) / sizeof *(list), name##_on); } \
-  static void name##_on(void)
+void on_all(void (*test)(void));
+void on_leaving(void (*test)(void));
 
 /* Calls an operation on arrays of the device, as XLA does. */
 ffi_error *give(const char *operation, struct array in, struct array out, const int64_t attributes[]);

@@ -230,7 +230,7 @@ static void set_square(struct set *set, bool aliased) {
   begin(set);
 }
 
-TEST_ON(transports, only_what_travels_is_copied) {
+TEST_THROUGH(on_all, only_what_travels_is_copied, void) {
   runtime.copy_bytes = 64;
   for (int adds = 0; adds < 2; adds++) {
     const struct plan *plan = plan_of_columns(SIDE, adds);
@@ -296,7 +296,7 @@ static ffi_error *call_again(void *plan) {
   return call_in(space, &on_device, plan);
 }
 
-TEST_ON(transports, failures_of_the_driver_are_errors) {
+TEST_THROUGH(on_all, failures_of_the_driver_are_errors, void) {
   runtime.copy_bytes = ALWAYS;
   driver->slow = false;
   for (int adds = 0; adds < 2; adds++)
@@ -305,7 +305,7 @@ TEST_ON(transports, failures_of_the_driver_are_errors) {
 }
 
 /* Where nobody waits an error of MPI is the next operation's: all bits of what was to be received are set. */
-TEST_ON(transports, errors_are_deferred) {
+TEST_THROUGH(on_all, errors_are_deferred, void) {
   const struct plan *plan = plan_of_columns(SIDE, false);
   runtime.copy_bytes = ALWAYS;
   fake->fail("MPI_Mprobe", 1, 16);

@@ -309,7 +309,7 @@ static ffi_error *call_again(void *comm) {
 }
 
 /* Each failure of the driver on the way is an error, and nothing is left behind. */
-TEST_ON(transports, failures_of_the_driver) {
+TEST_THROUGH(on_all, failures_of_the_driver, void) {
   struct communicator *comm = world(0, 2);
   comm->chunk = CHUNK;
   driver_fails("two sums", "sums", call_again, comm);

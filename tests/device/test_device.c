@@ -171,14 +171,14 @@ TEST(chunks_on_the_host) {
   CHECK_EQUAL(times_called("MPI_Alltoall"), (2500 * 8 + LEAST_CHUNK - 1) / LEAST_CHUNK);
 }
 
-TEST_ON(transports, results_are_those_of_the_host) {
+TEST_THROUGH(on_all, results_are_those_of_the_host, void) {
   FOR_VALUES (int64_t, count, 0, 1, 7, 1000) {
     for_operations(F64, *count, same_as_on_host);
     for_operations(U8, *count, same_as_on_host);
   }
 }
 
-TEST_ON(transports, chunks_are_joined) {
+TEST_THROUGH(on_all, chunks_are_joined, void) {
   set_chunks(LEAST_CHUNK);
   FOR_VALUES (int64_t, count, 0, 1, 4096 / 8, 4096 / 8 + 1, 9 * 4096 / 8, 2000 / 8)
     if (*count * 8 * 3 <= ROOM) for_operations(F64, *count, same_as_on_host);
@@ -318,7 +318,7 @@ static void a_request_of_an_exchange(const struct communicator *comm) {
 }
 
 /* Also where MPI reaches the device, and also in chunks, which requests are never divided into. */
-TEST_ON(transports, requests_are_staged) {
+TEST_THROUGH(on_all, requests_are_staged, void) {
   for (int way = 0; way < 4; way++)
     for (int rank = 0; rank < 3; rank += 2) {
       context("rank %d of %d, transport %s, way %d", rank, rank + 1, transport_names[runtime.transport], way);
@@ -330,7 +330,7 @@ TEST_ON(transports, requests_are_staged) {
 }
 
 /* Where nobody waits, a start that has failed has no numbers, and the wait tells why. */
-TEST_ON(leaving, errors_of_requests_are_deferred) {
+TEST_THROUGH(on_leaving, errors_of_requests_are_deferred, void) {
   struct communicator *comm = world(0, 2);
   float ids[1][2] = {{0, 0}};
   fake->fail("MPI_Isend", 1, 13);
@@ -362,7 +362,7 @@ TEST(check_is_staged) {
 /* --- errors --- */
 
 /* Where nobody waits an error of MPI is the next operation's, and the result is all ones. */
-TEST_ON(transports, errors_are_deferred) {
+TEST_THROUGH(on_all, errors_are_deferred, void) {
   struct operands o = {"allreduce", S32, 5, 5, {registered(world(0, 2)), reduction("SUM")}, false};
   fake->fail("MPI_Allreduce", 1, 13);
   ffi_error *error = device_call(&o, source, target);
@@ -403,7 +403,7 @@ static void freed_during(const char *operation, const char *function, struct arr
   CHECK(atomic_load(&comm->freed));
 }
 
-TEST_ON(leaving, freed_before_its_turn) {
+TEST_THROUGH(on_leaving, freed_before_its_turn, void) {
   void *data = driver->allocate(8);
   freed_during("send", "MPI_Send", ARRAY(F64, data, 1), 1, 3);
   freed_during("barrier", "MPI_Barrier", NONE, 0, 0); /* without buffers */
@@ -449,7 +449,7 @@ static void *sender(void *unused) {
   return NULL;
 }
 
-TEST_ON(transports, threads_share_a_stream) {
+TEST_THROUGH(on_all, threads_share_a_stream, void) {
   pthread_t thread;
   struct operands o = {"scan", F64, 30, 30, {registered(world(0, 3)), reduction("SUM")}, false};
   registered(world(0, 2)); /* adding is done by one thread at a time */
@@ -463,7 +463,7 @@ TEST_ON(transports, threads_share_a_stream) {
 }
 
 /* Many calls that nobody waits for use the same pinned memory one after the other. */
-TEST_ON(leaving, pinned_memory_is_reused) {
+TEST_THROUGH(on_leaving, pinned_memory_is_reused, void) {
   enum { CALLS = 50, COUNT = 256 };
   unsigned char *ins[CALLS], *outs[CALLS];
   for (int i = 0; i < CALLS; i++) {
@@ -559,7 +559,7 @@ static void *produce(void *of) {
   return NULL;
 }
 
-TEST_ON(transports, operands_are_waited_for) {
+TEST_THROUGH(on_all, operands_are_waited_for, void) {
   set_chunks(LEAST_CHUNK);
   for (int aware = 0; aware < 1 + (runtime.transport == TRANSPORT_WAIT); aware++)
     FOR_VALUES (int64_t, count, 10, 3 * LEAST_CHUNK / 8) {
@@ -587,7 +587,7 @@ TEST_ON(transports, operands_are_waited_for) {
 }
 
 /* Chunks of a size that the least pinned memory does not hold four of. */
-TEST_ON(transports, each_chunk_has_room) {
+TEST_THROUGH(on_all, each_chunk_has_room, void) {
   enum { CHUNK = 1 << 15, COUNT = 5 * CHUNK / 8 };
   static unsigned char large[COUNT * 8], got[COUNT * 8];
   struct operands o = sum_of(COUNT);
@@ -627,7 +627,7 @@ static bool ends_with_nothing_under_way(const char *function, int nth, int64_t c
 
 /* After an error XLA takes the buffers back at once, and the next call may have the pinned memory: nothing is under way
  * any more. */
-TEST_ON(transports, nothing_is_under_way_after_an_error) {
+TEST_THROUGH(on_all, nothing_is_under_way_after_an_error, void) {
   intptr_t op = gated_operation();
   gate_open();
   set_chunks(LEAST_CHUNK);
@@ -646,7 +646,7 @@ TEST_ON(transports, nothing_is_under_way_after_an_error) {
 }
 
 /* What waits on one stream keeps its pinned memory while operations of another one use theirs. */
-TEST_ON(leaving, streams_share_no_memory) {
+TEST_THROUGH(on_leaving, streams_share_no_memory, void) {
   enum { BYTES = 800 };
   intptr_t op = gated_operation();
   void *first = xla_stream, *second = driver->stream(), *buffers[2];
@@ -679,7 +679,7 @@ static void *sends_at_last(void *data) {
   return NULL;
 }
 
-TEST_ON(leaving, other_threads_leave_nothing_to_the_stream) {
+TEST_THROUGH(on_leaving, other_threads_leave_nothing_to_the_stream, void) {
   pair = registered(world(0, 2));
   struct late late = {driver->allocate(8), 8, 0};
   pthread_t thread, producer;
@@ -701,7 +701,7 @@ static void *calls_gated(void *unused) {
   return NULL;
 }
 
-TEST_ON(transports, threads_share_no_memory) {
+TEST_THROUGH(on_all, threads_share_no_memory, void) {
   intptr_t op = gated_operation();
   pair = registered(world(0, 2));
   pthread_t caller;
@@ -719,7 +719,7 @@ TEST_ON(transports, threads_share_no_memory) {
 }
 
 /* The end of the program, while a thread is still in a call, and after one that was left to the stream. */
-TEST_ON(leaving, the_end_waits_for_calls) {
+TEST_THROUGH(on_leaving, the_end_waits_for_calls, void) {
   intptr_t op = gated_operation();
   pair = registered(world(0, 2));
   pthread_t caller, opener;
@@ -734,7 +734,7 @@ TEST_ON(leaving, the_end_waits_for_calls) {
   CHECK_EQUAL(fake->operation_free(op), 0);
 }
 
-TEST_ON(transports, the_end_waits_for_the_stream) {
+TEST_THROUGH(on_all, the_end_waits_for_the_stream, void) {
   set_chunks(LEAST_CHUNK);
   FOR_VALUES (int64_t, count, 10, 6 * LEAST_CHUNK / 8) {
     void *data = driver->allocate((size_t)*count * 8);
@@ -747,7 +747,7 @@ TEST_ON(transports, the_end_waits_for_the_stream) {
 }
 
 /* More memory is wanted while an operation that nobody waits for still uses what there is. */
-TEST_ON(leaving, memory_grows_behind_what_uses_it) {
+TEST_THROUGH(on_leaving, memory_grows_behind_what_uses_it, void) {
   intptr_t op = gated_operation();
   static const int64_t counts[] = {100, 10000};
   static unsigned char large[80000], got[80000];
@@ -779,7 +779,7 @@ static void tells_another_root(int rank, void *data) {
   memcpy(data, &told, sizeof told);
 }
 
-TEST_ON(transports, what_is_compared_is_waited_for) {
+TEST_THROUGH(on_all, what_is_compared_is_waited_for, void) {
   set_chunks(LEAST_CHUNK);
   FOR_VALUES (int64_t, count, 10, 6 * LEAST_CHUNK / 8)
     for (int aware = 0; aware < 2; aware++) {
@@ -796,7 +796,7 @@ TEST_ON(transports, what_is_compared_is_waited_for) {
     }
 }
 
-TEST_ON(transports, what_is_alike_is_compared_once) {
+TEST_THROUGH(on_all, what_is_alike_is_compared_once, void) {
   set_chunks(LEAST_CHUNK);
   FOR_VALUES (int64_t, count, 0, 10, 6 * LEAST_CHUNK / 8) {
     struct operands o = sum_of(*count);
@@ -818,7 +818,7 @@ static void *sends_once(void *unused) {
   return NULL;
 }
 
-TEST_ON(leaving, errors_are_told_to_the_thread_that_left_them) {
+TEST_THROUGH(on_leaving, errors_are_told_to_the_thread_that_left_them, void) {
   struct operands o = {"allreduce", S32, 5, 5, {registered(world(0, 2)), reduction("SUM")}, false};
   pair = registered(world(0, 2));
   fake->fail("MPI_Allreduce", 1, 13);
@@ -856,7 +856,7 @@ TEST(the_end_while_a_thread_goes_on) {
 }
 
 /* A user's reduction may be written in Python: it is called where the caller waits, and its error is the call's own. */
-TEST_ON(leaving, reductions_of_users_are_waited_for) {
+TEST_THROUGH(on_leaving, reductions_of_users_are_waited_for, void) {
   struct operands o = {
       "allreduce", S32, 5, 5, {registered(world(0, 2)), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
   fake->fail("MPI_Allreduce", 1, 13);
@@ -865,7 +865,7 @@ TEST_ON(leaving, reductions_of_users_are_waited_for) {
 }
 
 /* What comes behind an operation on the stream is not done while that is with MPI. */
-TEST_ON(leaving, the_stream_waits_for_mpi) {
+TEST_THROUGH(on_leaving, the_stream_waits_for_mpi, void) {
   intptr_t op = gated_operation();
   double one = 1, seen;
   void *data = driver->allocate(8), *behind = driver->allocate(8), *stream_context, *previous;
