@@ -17,12 +17,13 @@
 #include "fake_mpi.h"
 
 /* Failures are printed and counted; the test goes on. */
-#define CHECK(condition)           check(condition, #condition, __FILE__, __LINE__)
-#define CHECK_EQUAL(left, right)   check_equal((int64_t)(left), (int64_t)(right), #left, #right, __FILE__, __LINE__)
-#define CHECK_SAME(a, b, bytes)    check_same(a, b, (size_t)(bytes), #a " == " #b, __FILE__, __LINE__)
-#define SUCCEEDS(call)             check_success(call, #call, __FILE__, __LINE__)
-#define FAILS(call, code, ...)     check_failure(call, code, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, __LINE__)
-#define FOR_EACH(type, item, list) for (type item = (list); item < (list) + sizeof(list) / sizeof *(list); item++)
+#define CHECK(condition)                 check(condition, #condition, __FILE__, __LINE__)
+#define CHECK_EQUAL(left, right)         check_equal((int64_t)(left), (int64_t)(right), #left, #right, __FILE__, __LINE__)
+#define CHECK_SAME(a, b, bytes)          check_same(a, b, (size_t)(bytes), #a " == " #b, __FILE__, __LINE__)
+#define SUCCEEDS(call)                   check_success(call, #call, __FILE__, __LINE__)
+#define FAILS(call, code, ...)           check_failure(call, code, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, __LINE__)
+#define FAILS_IF(wrong, call, code, ...) (void)((wrong) ? FAILS(call, code, __VA_ARGS__) : SUCCEEDS(call))
+#define FOR_EACH(type, item, list)       for (type item = (list); item < (list) + sizeof(list) / sizeof *(list); item++)
 #define FOR_VALUES(type, item, ...)                                       \
   for (const type item##_values[] = {__VA_ARGS__}, *item = item##_values; \
        item < item##_values + sizeof item##_values / sizeof *item; item++)

@@ -254,19 +254,14 @@ TEST(a_result_is_confirmed) {
     other.is_broken = known & 2 ? yes : no;
     revoked_at = 0;
     ffi_error *error = RUN("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2);
-    if (fails)
-      FAILS(error, FFI_UNAVAILABLE, "MPI_Bcast returned without an error, and may not have written all of its result",
-            "[a process has failed, communicator ");
-    else
-      SUCCEEDS(error);
+    FAILS_IF(fails, error, FFI_UNAVAILABLE,
+             "MPI_Bcast returned without an error, and may not have written all of its result",
+             "[a process has failed, communicator ");
     CHECK_EQUAL(revoked_at, fails ? PLACE + 1 : 0);
     float request[2];
     SUCCEEDS(RUN("iallreduce", ARRAY(F32, in, N), ARRAY(F32, request, 2), COMM(comm), reduction("SUM")));
     error = RUN("wait", ARRAY(F32, request, 2), ARRAY(F32, out, N), COMM(comm), 0);
-    if (fails)
-      FAILS(error, FFI_UNAVAILABLE, "jaxmpi.iallreduce on rank", "[a process has failed, communicator ");
-    else
-      SUCCEEDS(error);
+    FAILS_IF(fails, error, FFI_UNAVAILABLE, "jaxmpi.iallreduce on rank", "[a process has failed, communicator ");
     SUCCEEDS(RUN("send", ARRAY(F32, in, N), NONE, COMM(comm), 2, 5));
   }
   runtime.failed = 0;

@@ -249,10 +249,7 @@ TEST(adjoints_are_waited_for_in_order) {
         }
         struct array to = kind != 0 ? ARRAY(U8, out, 4) : NONE;
         ffi_error *error = wait_on(here(), other, to);
-        if (refused)
-          FAILS(error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
-        else
-          SUCCEEDS(error);
+        FAILS_IF(refused, error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
         SUCCEEDS(wait_on(here(), id, to));
         check_after();
       }
@@ -274,10 +271,7 @@ TEST(adjoints_that_block_are_in_order) {
         if (receives && !refused) deliver(2, tag, 4);
         ffi_error *error = receives ? RUN("recv", NONE, ARRAY(U8, out, 4), COMM(here()), 2, 0, tag)
                                     : RUN("send", ARRAY(U8, in, 4), NONE, COMM(here()), 2, tag);
-        if (refused)
-          FAILS(error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
-        else
-          SUCCEEDS(error);
+        FAILS_IF(refused, error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
         SUCCEEDS(wait_on(here(), id, receives ? ARRAY(U8, out, 4) : NONE));
         check_after();
       }
@@ -368,10 +362,7 @@ TEST(several_are_waited_for_at_once) {
     deliver(2, 5, failing ? 4 : 3);
     if (failing) fake->fail("MPI_Wait", 2, CODE);
     ffi_error *error = wait_on_several(ids, SEVERAL, results, 3, 0);
-    if (failing)
-      FAILS(error, FFI_INVALID_ARGUMENT, "jaxmpi.irecv", "the template 3 bytes"); /* the first; the others are done */
-    else
-      SUCCEEDS(error);
+    FAILS_IF(failing, error, FFI_INVALID_ARGUMENT, "jaxmpi.irecv", "the template 3 bytes");
     CHECK_SAME(out, in, 8);
     if (!failing) CHECK_SAME(out + 16, message, 3);
     for (int i = 0; i < 8 && !failing; i++) CHECK_EQUAL(out[32 + i], (unsigned char)(in[i] + SIZE));
@@ -787,10 +778,7 @@ TEST(covered_results_are_written) {
     SUCCEEDS(START("exchange_start", ARRAY(F32, a, 4), id, COMM(here()), COMM(covered)));
     deliver_planned(2, number + (uint64_t)wrong, 2);
     ffi_error *error = finish_exchange(id, covered, 4, 0);
-    if (wrong)
-      FAILS(error, FFI_FAILED_PRECONDITION, "rank 2 has sent something else");
-    else
-      SUCCEEDS(error);
+    FAILS_IF(wrong, error, FFI_FAILED_PRECONDITION, "rank 2 has sent something else");
     const float right[] = {3, 4, 2000, 2001};
     for (int i = 0; i < 4; i++) CHECK(wrong ? a_out[i] != a_out[i] : a_out[i] == right[i]);
     check_after();
