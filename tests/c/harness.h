@@ -111,7 +111,7 @@ extern const struct usual {
   const char *operation, *function; /* of MPI, whose calls count */
   int in, out;                      /* shares of a rank in the operand and in the result; 0: there is none */
   int64_t attributes[5];            /* behind the communicator */
-  const char *given, *compared; /* of 7 float32: what an error says of the arguments, and a comparison of the call */
+  const char *given, *compared;     /* what an error says of the attributes, and a comparison of the call */
 } usuals[USUALS];
 void usual_attributes(const struct usual *usual, void *status, int64_t attributes[6]);
 ffi_error *run_usual(const struct usual *usual, int dtype, void *in, void *out, int64_t share, void *status);

@@ -191,11 +191,14 @@ TEST(any_difference_is_an_error) {
   FOR_COLLECTIVES (usual)
     for (odd_at = 0; odd_at < sizeof(struct record); odd_at += sizeof(int64_t))
       FOR_VALUES (int64_t, change, 1, -1, 1000, INT32_MAX, -(1ll << 40)) {
+        char text[64] = "barrier; ";
+        if (!is_usual(usual, "barrier"))
+          snprintf(text, sizeof text, "%s%s of %d float32 (a value)", usual->operation, usual->compared,
+                   is_usual(usual, "alltoall") ? SIZE * N : N);
         odd_by = *change;
         prepare_others(odd);
         FAILS(run_case(usual), FFI_FAILED_PRECONDITION, "jaxmpi.", usual->operation,
-              " on rank 1 of 3: the ranks differ: this is call ", usual->compared, "; rank 2 ",
-              "Nothing of it was sent");
+              " on rank 1 of 3: the ranks differ: this is call ", text, "; rank 2 ", "Nothing of it was sent");
         CHECK_EQUAL(communications(), 0);
         CHECK_EQUAL(questions, 1);
         CHECK_EQUAL(tellings, SIZE);

@@ -31,8 +31,12 @@ static void fail_in(const struct usual *usual, const char *function, int nth) {
   const char *told = strncmp(function, "MPI_Type", 8) != 0 ? function
                      : is_usual(usual, "sendrecv")         ? "MPI_Sendrecv"
                                                            : usual->function; /* for which the type is made */
+  char given[128], part[2][32] = {"", ""};
+  if (usual->in > 0) snprintf(part[0], sizeof part[0], "; in %d of float32", N * usual->in);
+  if (usual->out > 0) snprintf(part[1], sizeof part[1], "; out %d of float32", N * usual->out);
+  snprintf(given, sizeof given, "%s%s%s", usual->given, part[0], part[1]);
   FAILS(run_case(usual), FFI_INTERNAL, "jaxmpi.", usual->operation, " on rank 1 of 3: ", told,
-        " failed: ", "the fake's text for 77", usual->given);
+        " failed: ", "the fake's text for 77", given);
   CHECK_EQUAL(fake->live_types + fake->live_requests, 0);
   CHECK(is_blank(status, 0, sizeof status) || strcmp(function, "MPI_Wait") == 0);
 }
