@@ -5,8 +5,6 @@
 #include <inttypes.h>
 #include <limits.h>
 #include <stdarg.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include "execute/agreement.h"
 #include "observe/watchdog.h"
@@ -178,6 +176,13 @@ ffi_error *frame_call(struct frame *frame, const char *operation) {
 
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation) {
   return memory_handlers(memory)[row_of(operation)](&frame->frame);
+}
+
+ffi_error *run_lists(const char *operation, const struct array in[], int in_count, const struct array out[],
+                     int out_count, const int64_t attributes[]) {
+  struct frame frame;
+  frame_make_lists(&frame, operation, in, in_count, out, out_count, attributes);
+  return frame_call(&frame, operation);
 }
 
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {

@@ -7,9 +7,12 @@
 #ifndef JAXMPI_HARNESS_H
 #define JAXMPI_HARNESS_H
 
+#include <pthread.h>
 #include <regex.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/memory.h"
 #include "core/abi.h"
@@ -100,7 +103,11 @@ void frame_make_lists(struct frame *frame, const char *operation, const struct a
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation);
 extern void *xla_stream;
 
-/* frame_make and frame_call. */
+/* frame_make_lists and frame_call. */
+ffi_error *run_lists(const char *operation, const struct array in[], int in_count, const struct array out[],
+                     int out_count, const int64_t attributes[]);
+
+/* The same for one array; first as a program is made, then as it runs. */
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define RUN(operation, in, out, ...) run(operation, in, out, (const int64_t[]){__VA_ARGS__})
 #define COMM(pointer)                registered(pointer)

@@ -1,6 +1,4 @@
 /* What all layers use: texts that are put together, and the hash. */
-#include <stdlib.h>
-
 #include "base/hash.h"
 #include "base/text.h"
 #include "harness.h"

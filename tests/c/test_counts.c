@@ -1,7 +1,6 @@
 /* Arrays divided by counts of rows: what each rank sends and receives, counts that are impossible, results that are too
  * small, and counts beyond an int. */
 #include <limits.h>
-#include <stdlib.h>
 
 #include "execute/compare.h"
 #include "core/failure.h"
@@ -55,9 +54,7 @@ static ffi_error *run_it(void) {
   if (is("reduce_scatterv")) attributes[at++] = reduction("SUM");
   if (has_root()) attributes[at++] = c.root;
   attributes[at] = c.row;
-  struct frame frame;
-  frame_make_lists(&frame, c.operation, arrays, count, &to, writes(), attributes);
-  return frame_call(&frame, c.operation);
+  return run_lists(c.operation, arrays, count, &to, writes(), attributes);
 }
 
 static void draw_case(size_t which) {

@@ -1,6 +1,5 @@
 /* The code between XLA and the bodies: frames, attributes, buffers, communicators, the function table. */
 #include <dlfcn.h>
-#include <stdlib.h>
 
 #include "requests/table.h"
 #include "harness.h"

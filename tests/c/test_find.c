@@ -1,7 +1,6 @@
 /* Which copy of the core is chosen for a library: by what the library returns, and only otherwise by its file name.
  * Arguments: the fake libraries openmpi, mpich, mpiabi, and two called libmpi.so.40 and libmpi.so.12. */
 #include <dlfcn.h>
-#include <stdlib.h>
 
 #include "harness.h"
 

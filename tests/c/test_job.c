@@ -1,11 +1,8 @@
 /* What a rank leaves in the job's folder, and that others cannot lead it elsewhere. */
-#define _GNU_SOURCE
 #include "core/job.h"
 
 #include <fcntl.h>
-#include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include "harness.h"
 
@@ -16,7 +13,7 @@ static char base[] = "/tmp/jaxmpi-job-XXXXXX", path[LONGEST], text[64];
 static int in = -1; /* the folder */
 static int bell;    /* in which the launcher rings */
 
-static void start(void) {
+void prepare(void) {
   if (in >= 0) return;
   runtime.rank = 7;
   if (mkdtemp(base) == NULL) abort();
@@ -59,7 +56,6 @@ static const char *asked(void) {
 static void ring(void) { CHECK_EQUAL(write(bell, "?", 1), 1); }
 
 TEST(files_are_left_and_questions_read) {
-  start();
   job_tell("state", "first", 5);
   CHECK(strcmp(content("7.state"), "first") == 0);
   job_tell("state", "next", 4);
@@ -75,7 +71,6 @@ TEST(files_are_left_and_questions_read) {
 
 /* The number of the descriptor that is kept may be another file's. */
 TEST(the_program_closes_what_is_ours) {
-  start();
   struct stat ours, found;
   leave(in, "ask", "42");
   ring();
@@ -91,7 +86,6 @@ TEST(the_program_closes_what_is_ours) {
 /* Cut to 511 characters the path names a file in one of the folders around it. */
 TEST(paths_are_not_cut) {
   static char cut[512];
-  start();
   memcpy(cut, path, sizeof cut - 1);
   leave(AT_FDCWD, cut, "ours");
   job_tell("state", "long", 4);
@@ -104,7 +98,6 @@ TEST(paths_are_not_cut) {
 }
 
 TEST(links_are_not_followed) {
-  start();
   ring();
   leave(in, "victim", "ours");
   unlinkat(in, "ask", 0);
@@ -117,7 +110,6 @@ TEST(links_are_not_followed) {
 }
 
 TEST(folders_of_others_are_not_used) {
-  start();
   ring();
   leave(in, "ask", "43");
   unlinkat(in, "7.state", 0);
@@ -138,7 +130,6 @@ TEST(folders_of_others_are_not_used) {
 
 TEST(a_link_in_the_place_of_the_folder_is_not_followed) {
   static char moved[LONGEST + 6];
-  start();
   unlinkat(in, "7.state", 0);
   snprintf(moved, sizeof moved, "%.*s-moved", (int)strlen(path) - 6, path);
   CHECK_EQUAL(rename(path, moved), 0);
@@ -153,7 +144,6 @@ TEST(a_link_in_the_place_of_the_folder_is_not_followed) {
 
 /* The last one: takes all away. */
 TEST(nothing_happens_without_the_folder) {
-  start();
   FOR_VALUES (string, name, "7.state", "7.report", "ask", "victim", "bell") unlinkat(in, *name, 0);
   for (int part = 0; part < PARTS; part++) {
     CHECK_EQUAL(rmdir(path), 0);

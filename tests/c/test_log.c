@@ -1,6 +1,4 @@
 /* The debug log, and the lock for a library that allows one call at a time. */
-#include <stdlib.h>
-
 #include "harness.h"
 
 enum { PLACE = 1, SIZE = 3, N = 5 };

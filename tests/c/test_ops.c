@@ -250,12 +250,10 @@ TEST(sending_to_no_one_is_left_to_mpi) {
 
 /* Ranks and tags that are known at run time: those that are TRACED in the program, in the order of the attributes. */
 static ffi_error *send_to(int64_t dest, int64_t tag, const int32_t ends[], int count) {
-  struct frame frame;
   struct array arrays[3] = {ARRAY(F32, in, 5)};
   for (int i = 0; i < count; i++) arrays[1 + i] = SCALAR(S32, (void *)(uintptr_t)&ends[i]);
   prepare();
-  frame_make_lists(&frame, "send", arrays, 1 + count, NULL, 0, (const int64_t[]){COMM(world(1, 3)), dest, tag});
-  return frame_call(&frame, "send");
+  return run_lists("send", arrays, 1 + count, NULL, 0, (const int64_t[]){COMM(world(1, 3)), dest, tag});
 }
 
 TEST(ends_are_read_at_run_time) {

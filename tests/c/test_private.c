@@ -1,13 +1,10 @@
 /* Files that nobody else can have put there: which folders are refused, and that nothing there is overwritten. */
-#define _GNU_SOURCE
 #include "core/private.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include "harness.h"
 

@@ -307,14 +307,6 @@ TEST_THROUGH(at_each_limit, sendrecv_refuses_what_does_not_fit, void) {
   }
 }
 
-TEST_THROUGH(at_each_limit, sendrecv_accepts_short_ones_with_status, void) {
-  deliver(2, 9, 8);
-  SUCCEEDS(exchange(ARRAY(F32, in, 1), ARRAY(F32, out, N), 2, 0, status));
-  CHECK_SAME(out, message, 8);
-  CHECK(is_zero(out, 8, 4 * N) && is_blank(out, 4 * N, ROOM));
-  check_status(2, 9, 8);
-}
-
 /* The type to receive a message is made before the message is matched: an error between the two would lose it. */
 TEST(a_message_is_not_lost_by_an_error) {
   runtime.max_count = 3;

@@ -1,9 +1,5 @@
 /* Requests: what starts, what waits for it, and what happens meanwhile. */
-#define _GNU_SOURCE
-
 #include <math.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include "core/plan.h"
 #include "execute/compare.h"
@@ -36,6 +32,12 @@ static ffi_error *wait_on(const struct communicator *comm, float *numbers, struc
 
 static ffi_error *start_receive(float *numbers, int dtype, int count, int source, int tag) {
   return START("irecv", NONE, numbers, COMM(here()), count, dtype, source, tag);
+}
+
+/* The wait for a receive of four bytes, which are right. */
+static void wait_for_four(float *numbers, const unsigned char *right) {
+  SUCCEEDS(wait_on(here(), numbers, ARRAY(U8, out, 4)));
+  CHECK_SAME(out, right, 4);
 }
 
 static void deliver(int source, int tag, int64_t bytes) { fake->deliver(here()->handle, source, tag, message, bytes); }
@@ -339,11 +341,9 @@ enum { SEVERAL = 5 };
 
 static ffi_error *wait_on_several(float numbers[][2], int count, struct array results[], int result_count,
                                   int64_t zero) {
-  struct frame frame;
   struct array given[SEVERAL];
   for (int i = 0; i < count; i++) given[i] = ARRAY(F32, numbers[i], 2);
-  frame_make_lists(&frame, "wait", given, count, results, result_count, (const int64_t[]){COMM(here()), zero});
-  return frame_call(&frame, "wait");
+  return run_lists("wait", given, count, results, result_count, (const int64_t[]){COMM(here()), zero});
 }
 
 TEST(several_are_waited_for_at_once) {
@@ -400,11 +400,9 @@ TEST(a_blocking_receive_comes_after_those_that_are_expected) {
       else
         SUCCEEDS(RUN("recv", NONE, ARRAY(U8, out, 4), COMM(here()), source, 0, tag));
       CHECK_SAME(out, message + (any == 3 ? 0 : 4), 4); /* what any may be, has been taken by the first already */
-      SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
-      CHECK_SAME(out, message + (any == 3 ? 8 : 0), 4);
+      wait_for_four(id, message + (any == 3 ? 8 : 0));
       if (any == 3) SUCCEEDS(RUN("recv", NONE, ARRAY(U8, out + 4, 4), COMM(here()), 2, 0, 5));
-      SUCCEEDS(wait_on(here(), other, ARRAY(U8, out, 4)));
-      CHECK_SAME(out, message + (any == 3 ? 12 : 8), 4);
+      wait_for_four(other, message + (any == 3 ? 12 : 8));
       check_after();
     }
 }
@@ -431,8 +429,7 @@ TEST(any_tag_waits_for_users) {
   fake->deliver(here()->handle, 2, TAGS, message, 4);
   SUCCEEDS(start_receive(id, U8, 4, fake->any_source, fake->any_tag)); /* the only one */
   if (pthread_create(&thread, NULL, take_planned_soon, got) != 0) abort();
-  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
-  CHECK_SAME(out, message + 8, 4);
+  wait_for_four(id, message + 8);
   pthread_join(thread, NULL);
   CHECK_SAME(got, message, 4);
 }
@@ -446,12 +443,10 @@ TEST(what_was_kept_comes_first) {
   for (int i = 0; i < 2; i++) {
     SUCCEEDS(start_receive(other, U8, 4, 2, TAGS));
     look_for_messages();
-    SUCCEEDS(wait_on(here(), other, ARRAY(U8, out, 4)));
-    CHECK_SAME(out, message + 4 * i, 4);
+    wait_for_four(other, message + 4 * i);
   }
   deliver(2, 5, 4);
-  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
-  CHECK_SAME(out, message, 4);
+  wait_for_four(id, message);
 }
 
 TEST(any_tag_is_one_of_users) {
@@ -464,16 +459,14 @@ TEST(any_tag_is_one_of_users) {
       SUCCEEDS(start_receive(id, U8, 4, 2, fake->any_tag));
       fake->deliver(here()->handle, 2, TAGS - 1, message, 4);
       fake->deliver(here()->handle, 2, *tag, message + 4, 4);
-      SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
-      CHECK_SAME(out, message, 4);
+      wait_for_four(id, message);
       SUCCEEDS(start_receive(id, U8, 4, 2, fake->any_tag)); /* which the other message is not for */
       look_for_messages();
       CHECK_EQUAL(fake->queued + fake->live_matched, 1); /* it is kept for another */
       SUCCEEDS(RUN("recv", NONE, ARRAY(U8, out, 4), COMM(here()), 2, 0, *tag));
       CHECK_SAME(out, message + 4, 4);
       fake->deliver(here()->handle, 2, 0, message + 8, 4);
-      SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
-      CHECK_SAME(out, message + 8, 4);
+      wait_for_four(id, message + 8);
       deliver(0, 1, 4);
       if (!alone) SUCCEEDS(wait_on(here(), other, ARRAY(U8, out, 4)));
       fake->reset();
@@ -676,11 +669,9 @@ static ffi_error *start_exchange(float *numbers) {
 }
 
 static ffi_error *finish_exchange(float *numbers, const struct plan *plan, int elements, int64_t zero) {
-  struct frame frame;
   struct array given[] = {ARRAY(F32, a, elements), ARRAY(F32, numbers, 2)};
-  frame_make_lists(&frame, "exchange_finish", given, 2, &ARRAY(F32, a_out, elements), 1,
+  return run_lists("exchange_finish", given, 2, &ARRAY(F32, a_out, elements), 1,
                    (const int64_t[]){COMM(here()), COMM(plan), zero});
-  return frame_call(&frame, "exchange_finish");
 }
 
 static ffi_error *finish(float *numbers) { return finish_exchange(numbers, the_plan(), floats(), 0); }
@@ -987,8 +978,7 @@ TEST(a_blocking_operation_does_not_keep_messages_waiting) {
   CHECK_EQUAL(fake->queued, 1); /* the thread is at rest */
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(here())));
   SOON(fake->queued == 0);
-  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
-  CHECK_SAME(out, message, 4);
+  wait_for_four(id, message);
 }
 
 TEST(what_is_short_is_looked_for_now_and_then) {
@@ -998,8 +988,7 @@ TEST(what_is_short_is_looked_for_now_and_then) {
   usleep(50000);
   deliver(2, 5, 4);
   SOON(fake->queued == 0);
-  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
-  CHECK_SAME(out, message, 4);
+  wait_for_four(id, message);
 }
 
 TEST(messages_are_not_expected_without_the_thread) {
@@ -1271,19 +1260,11 @@ TEST(random_sequences_are_as_in_the_model) {
       context("seed %d, step %d", seed, step);
       if (once_in(10)) fake->unheard = (int)draw(6);
       if (once_in(10)) look_for_messages();
-      switch (draw(4)) {
-        case 0:
-          model_send();
-          break;
-        case 1:
-          random_start();
-          break;
-        case 2:
-          random_wait();
-          break;
-        default:
-          if (once_in(2)) random_receive();
-      }
+      uint32_t what = draw(4);
+      if (what == 0) model_send();
+      if (what == 1) random_start();
+      if (what == 2) random_wait();
+      if (what == 3 && once_in(2)) random_receive();
       if (!CHECK_EQUAL(requests_in_flight(), flying_count)) return;
     }
     for (int i = 0; flying_count > 0 && i < 100000; i++) { /* the rest */

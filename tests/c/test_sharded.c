@@ -1,8 +1,6 @@
 /* JAX's sharded programs: what XLA calls by MPItrampoline's names, its communicators, its errors. */
 #include "sharded/sharded.h"
 
-#include <stdlib.h>
-
 #include "harness.h"
 
 typedef uintptr_t handle;

@@ -1,14 +1,11 @@
 /* The timeline: what is written of operations, and when some cannot be. */
-#define _GNU_SOURCE
 #include "observe/timeline.h"
 
 #include <errno.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include "observe/summary.h"
 #include "harness.h"

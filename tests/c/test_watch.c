@@ -1,9 +1,5 @@
 /* The watch: what is reported of a call that waits, and what is not. */
-#define _GNU_SOURCE
 #include "observe/watchdog.h"
-
-#include <stdlib.h>
-#include <unistd.h>
 
 #include "harness.h"
 
@@ -26,6 +22,11 @@ static ffi_error *run_in_thread(const int64_t *comm) {
   return error;
 }
 
+static void start(void) {
+  if (runtime.rank != 7) runtime.rank = 7; /* in COMM_WORLD, not in the communicator; the watch reads it */
+  watchdog_configure(LIMIT, false, place);
+}
+
 /* Runs an operation that waits, and takes what is said meanwhile and just after. */
 static void run_waiting(int ms, const char *operation, struct array a, struct array b, const int64_t attributes[]) {
   catch_stderr();
@@ -35,14 +36,14 @@ static void run_waiting(int ms, const char *operation, struct array a, struct ar
   release_stderr();
   SUCCEEDS(error);
 }
-#define WAITING(operation, a, b, ...) run_waiting(LONG_MS, operation, a, b, (const int64_t[]){__VA_ARGS__})
+/* The same as the watch begins. */
+static void run_watched(const char *operation, struct array a, struct array b, const int64_t attributes[]) {
+  start();
+  run_waiting(LONG_MS, operation, a, b, attributes);
+}
+#define WAITING(operation, a, b, ...) run_watched(operation, a, b, (const int64_t[]){__VA_ARGS__})
 
 static bool said(const char *pattern) { return is_like(caught, pattern, REG_NOSUB, NULL); }
-
-static void start(void) {
-  if (runtime.rank != 7) runtime.rank = 7; /* in COMM_WORLD, not in the communicator; the watch reads it */
-  watchdog_configure(LIMIT, false, place);
-}
 
 TEST(what_waits_is_reported_once) {
   start();
@@ -58,20 +59,15 @@ TEST(what_waits_is_reported_once) {
 
 TEST(attributes_are_named) {
   int64_t comm = COMM(world(PLACE, SIZE));
-  start();
   WAITING("send", ARRAY(F32, in, N), NONE, comm, 2, 9);
   CHECK(said("in send of 5 float32, dest 2, tag 9, as rank 1 of 3 on a communicator "));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), comm, 2);
   CHECK(said("in bcast of 5 float32, root 2, as rank 1 of 3"));
-  start();
   WAITING("barrier", NONE, NONE, comm);
   CHECK(said("in barrier, as rank 1 of 3"));
-  start();
   derivative = 2;
   WAITING("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), comm, reduction("MAX"));
   CHECK(said("of 5 float32 [(]a cotangent[)], op MAX"));
-  start();
   float data[N] = {0};
   fake->deliver(world(PLACE, SIZE)->handle, 2, 4, data, sizeof data);
   WAITING("recv", NONE, ARRAY(F32, out, N), comm, fake->any_source, 0, fake->any_tag);
@@ -85,23 +81,18 @@ TEST(lines_of_the_program_are_named) {
   CHECK(call_site_add(row, attributes, F32, N, "a.py:1 (f)"));
   CHECK(call_site_add(row, attributes, F32, N, "a.py:1 (f)"));
   CHECK(call_site_add(row, attributes, F32, 2 * N, "b.py:2 (g)"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2);
   CHECK(said("; called at a.py:1 [(]f[)]; Python"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 2 * N), COMM(comm), 2);
   CHECK(said("; called at b.py:2 [(]g[)]; Python"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 3), COMM(comm), 2); /* another call */
   CHECK(!said("called at"));
   watchdog_stop(); /* it reads what changes */
   comm->chunk = LEAST_CHUNK;
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 3), COMM(comm), 2); /* it may be a chunk: any of them */
   watchdog_stop();
   comm->chunk = 0;
   CHECK(said("; called at b.py:2 [(]g[)] or a.py:1 [(]f[)]; Python"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 0);
   CHECK(!said("called at"));
   for (int i = 0; i < 5; i++) {
@@ -109,7 +100,6 @@ TEST(lines_of_the_program_are_named) {
     snprintf(line, sizeof line, "c.py:%d", i);
     CHECK(call_site_add(row, attributes, F32, 4, line));
   }
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 4), COMM(comm), 2);
   CHECK(said("called at c.py:4 or c.py:3 or c.py:2 or 2 more lines; Python"));
 }
@@ -146,7 +136,7 @@ TEST(reports_get_rarer) {
 TEST(nothing_is_said_after_the_end) {
   start();
   watchdog_stop();
-  WAITING("barrier", NONE, NONE, COMM(world(PLACE, SIZE)));
+  run_waiting(LONG_MS, "barrier", NONE, NONE, (const int64_t[]){COMM(world(PLACE, SIZE))});
   CHECK_EQUAL(caught[0], '\0');
 }
 

@@ -1,7 +1,6 @@
 #include "simulated.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
 
 #include "core/failure.h"
 #include "devices/transport.h"

@@ -2,8 +2,6 @@
  *
  * FAKE_DRIVER names the library of the fake driver.
  */
-#include <stdlib.h>
-
 #include "core/failure.h"
 #include "core/plan.h"
 #include "devices/transport.h"

@@ -3,8 +3,6 @@
  *
  * FAKE_DRIVER names the library of the fake driver.
  */
-#include <stdlib.h>
-
 #include "core/failure.h"
 #include "devices/transport.h"
 #include "execute/body.h"

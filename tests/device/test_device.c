@@ -4,8 +4,6 @@
  * FAKE_DRIVER names the library of the fake driver.
  */
 #include <dlfcn.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include "core/failure.h"
 #include "core/plan.h"
