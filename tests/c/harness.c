@@ -377,6 +377,11 @@ int times_called(const char *function) {
   return count;
 }
 
+void check_envelope(const struct fake_call *call, int peer, int tag) {
+  CHECK_EQUAL(call->peer, peer);
+  CHECK_EQUAL(call->tag, tag);
+}
+
 int communications(void) {
   int count = 0;
   for (int i = 0; i < fake->call_count && i < FAKE_CALLS; i++) count += fake->calls[i].comm != 0;
@@ -476,11 +481,12 @@ __attribute__((weak)) void check_after(void) {}
 
 /* What a test may have left switched on, and what it must not have left behind. */
 static void run_one(const struct test *test) {
-  int before = failures, operations = fake != NULL ? fake->live_operations : 0;
+  int before = failures;
   where[0] = '\0';
   derivative = leaf = 0;
   if (fake != NULL) fake->reset();
   prepare();
+  int operations = fake != NULL ? fake->live_operations : 0;
   test->run();
   check_after();
   watchdog_stop(); /* it reads what is put back now */

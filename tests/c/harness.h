@@ -145,6 +145,7 @@ struct communicator *world(int rank, int size);
 /* The nth call (from 0) of an MPI function since the last reset; if there is none, a call with an empty name. */
 const struct fake_call *called(const char *function, int nth);
 int times_called(const char *function);
+void check_envelope(const struct fake_call *call, int peer, int tag);
 /* Calls that reached another rank: all except queries and constructors of types. */
 int communications(void);
 

@@ -100,8 +100,7 @@ TEST(source_and_tag_choose) {
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     context("case %zu", i);
     SUCCEEDS(receive(F32, 1, cases[i].source, cases[i].tag, status));
-    CHECK_EQUAL(called("MPI_Mprobe", (int)i)->peer, cases[i].source);
-    CHECK_EQUAL(called("MPI_Mprobe", (int)i)->tag, cases[i].tag);
+    check_envelope(called("MPI_Mprobe", (int)i), cases[i].source, cases[i].tag);
     CHECK_SAME(out, message + cases[i].at, 4);
     check_status(cases[i].found_source, cases[i].found_tag, 4);
   }
@@ -235,10 +234,8 @@ TEST_THROUGH(at_each_limit, sendrecv_sends_and_receives, void) {
       const struct fake_call *call = called("MPI_Isend", 0);
       CHECK(call->in == in && call->comm == world(1, 4)->handle);
       CHECK_EQUAL(call->in_bytes, (size_t)sent * row->bytes);
-      CHECK_EQUAL(call->peer, 0);
-      CHECK_EQUAL(call->tag, 5);
-      CHECK_EQUAL(called("MPI_Mprobe", 0)->peer, 3);
-      CHECK_EQUAL(called("MPI_Mprobe", 0)->tag, 9);
+      check_envelope(call, 0, 5);
+      check_envelope(called("MPI_Mprobe", 0), 3, 9);
       CHECK_SAME(out, message, bytes);
       CHECK(is_blank(out, bytes, ROOM));
       check_status(3, 9, (int64_t)bytes);

@@ -175,18 +175,19 @@ TEST(a_file_has_a_limit) {
   CHECK(has("\"lost\":19[0-9][0-9],\"limit\":true"));
 }
 
-/* As a full disk does, a limit of the system's stops files from growing. */
+/* As a full disk does, a limit of the system's stops files from growing; 0: as before. */
+static void limit_files(rlim_t bytes) {
+  static struct rlimit usual;
+  if (bytes > 0) getrlimit(RLIMIT_FSIZE, &usual);
+  signal(SIGXFSZ, bytes > 0 ? SIG_IGN : SIG_DFL);
+  setrlimit(RLIMIT_FSIZE, bytes > 0 ? &(struct rlimit){bytes, usual.rlim_max} : &usual);
+}
+
 TEST(a_full_disk_ends_it) {
   const char *reason = "";
-  struct rlimit usual, none;
-  getrlimit(RLIMIT_FSIZE, &usual);
-  none = usual;
-  none.rlim_cur = 0;
-  signal(SIGXFSZ, SIG_IGN);
-  setrlimit(RLIMIT_FSIZE, &none);
+  limit_files(1);
   int error = timeline_open(folder, "full.json", 1 << 20, &reason);
-  setrlimit(RLIMIT_FSIZE, &usual);
-  signal(SIGXFSZ, SIG_DFL);
+  limit_files(0);
   CHECK_EQUAL(error, EFBIG);
   CHECK(strcmp(reason, strerror(EFBIG)) == 0);
   CHECK(!atomic_load(&timeline_on));
@@ -200,19 +201,13 @@ TEST(a_full_disk_ends_it) {
 TEST(a_disk_that_becomes_full_ends_it) {
   enum { ROOM = 300 };
   int64_t comm = COMM(world(PLACE, SIZE));
-  struct rlimit usual, less;
-  getrlimit(RLIMIT_FSIZE, &usual);
-  less = usual;
-  less.rlim_cur = ROOM;
   begin(1 << 20);
   catch_stderr();
-  signal(SIGXFSZ, SIG_IGN);
-  setrlimit(RLIMIT_FSIZE, &less);
+  limit_files(ROOM);
   void *error = many_barriers(&comm);
   for (int i = 0; i < 300 && atomic_load(&timeline_on); i++) usleep(10000);
   bool on = atomic_load(&timeline_on);
-  setrlimit(RLIMIT_FSIZE, &usual);
-  signal(SIGXFSZ, SIG_DFL);
+  limit_files(0);
   usleep(250000); /* the writer looks again */
   void *after = barrier(&comm);
   timeline_close();
