@@ -229,48 +229,35 @@ TEST(a_second_wait_is_an_error) {
   }
 }
 
-/* Which of two messages alike, or collectives, may be waited for first: any, unless they are of reverse mode. */
-TEST(adjoints_are_waited_for_in_order) {
+/* Which of two messages alike, or collectives, may be done first: any, unless they are of reverse mode. The second one
+ * may block. */
+TEST(adjoints_are_in_order) {
+  enum { SEND, RECEIVE, REDUCE, BLOCKING_SEND, BLOCKING_RECEIVE, ALL_KINDS };
   for (derivative = 0; derivative < 4; derivative++)
     for (int alike = 0; alike < 2; alike++)
-      for (int kind = 0; kind < 3; kind++) {
-        bool refused = (alike || kind == 2) && derivative >= 2;
+      for (int kind = 0; kind < ALL_KINDS; kind++) {
+        const bool refused = (alike || kind == REDUCE) && derivative >= 2, blocks = kind > REDUCE;
+        const bool receives = kind == RECEIVE || kind == BLOCKING_RECEIVE;
+        const int tags[] = {OF_DERIVATIVES, OF_DERIVATIVES + !alike};
+        float *ids[] = {id, other};
         context("derivative %d, alike %d, kind %d", (int)derivative, alike, kind);
         prepare();
-        float *ids[] = {id, other};
-        for (int i = 0; i < 2; i++) {
-          int tag = OF_DERIVATIVES + (alike ? 0 : i), root = alike ? here()->rank : i;
-          if (kind == 0) SUCCEEDS(START("isend", ARRAY(U8, in, 4), ids[i], COMM(here()), 2, tag));
-          if (kind == 1) SUCCEEDS(start_receive(ids[i], U8, 4, 2, tag));
-          if (kind == 2) SUCCEEDS(START("ireduce", ARRAY(U8, in, 4), ids[i], COMM(here()), reduction("SUM"), root));
-          if (kind == 1) deliver(2, tag, 4);
+        for (int i = 0; i < (blocks ? 1 : 2); i++) {
+          int root = alike ? here()->rank : i;
+          if (receives)
+            SUCCEEDS(start_receive(ids[i], U8, 4, 2, tags[i]));
+          else if (kind == REDUCE)
+            SUCCEEDS(START("ireduce", ARRAY(U8, in, 4), ids[i], COMM(here()), reduction("SUM"), root));
+          else
+            SUCCEEDS(START("isend", ARRAY(U8, in, 4), ids[i], COMM(here()), 2, tags[i]));
         }
-        struct array to = kind != 0 ? ARRAY(U8, out, 4) : NONE;
-        ffi_error *error = wait_on(here(), other, to);
+        for (int i = 0; receives && i < (blocks && refused ? 1 : 2); i++) deliver(2, tags[i], 4);
+        struct array to = receives || kind == REDUCE ? ARRAY(U8, out, 4) : NONE;
+        ffi_error *error = kind == BLOCKING_SEND      ? RUN("send", ARRAY(U8, in, 4), NONE, COMM(here()), 2, tags[1])
+                           : kind == BLOCKING_RECEIVE ? RUN("recv", NONE, to, COMM(here()), 2, 0, tags[1])
+                                                      : wait_on(here(), other, to);
         FAILS_IF(refused, error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
         SUCCEEDS(wait_on(here(), id, to));
-        check_after();
-      }
-  derivative = 0;
-}
-
-TEST(adjoints_that_block_are_in_order) {
-  for (derivative = 0; derivative < 4; derivative++)
-    for (int tag = OF_DERIVATIVES; tag < OF_DERIVATIVES + 2; tag++)
-      for (int receives = 0; receives < 2; receives++) {
-        bool refused = derivative >= 2 && tag == OF_DERIVATIVES;
-        context("derivative %d, tag %d, receives %d", (int)derivative, tag, receives);
-        prepare();
-        if (receives)
-          SUCCEEDS(start_receive(id, U8, 4, 2, OF_DERIVATIVES));
-        else
-          SUCCEEDS(START("isend", ARRAY(U8, in, 4), id, COMM(here()), 2, OF_DERIVATIVES));
-        if (receives) deliver(2, OF_DERIVATIVES, 4);
-        if (receives && !refused) deliver(2, tag, 4);
-        ffi_error *error = receives ? RUN("recv", NONE, ARRAY(U8, out, 4), COMM(here()), 2, 0, tag)
-                                    : RUN("send", ARRAY(U8, in, 4), NONE, COMM(here()), 2, tag);
-        FAILS_IF(refused, error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
-        SUCCEEDS(wait_on(here(), id, receives ? ARRAY(U8, out, 4) : NONE));
         check_after();
       }
   derivative = 0;

@@ -53,6 +53,39 @@ ffi_error *give(const char *operation, struct array in, struct array out, const 
   return error;
 }
 
+static size_t bytes_of(const struct array *array) {
+  size_t bytes = datatype_find(array->dtype)->bytes;
+  for (int axis = 0; axis < array->rank; axis++) bytes *= (size_t)array->dims[axis];
+  return bytes;
+}
+
+ffi_error *call_there(const char *operation, const struct array in[], int in_count, const struct array out[],
+                      int out_count, const int64_t attributes[], const void *lying[]) {
+  struct array given[MAX_ARRAYS], there[MAX_ARRAYS];
+  struct frame frame;
+  const int count = in_count + out_count;
+  for (int i = 0, k = 0; i < count; i++, k = 0) {
+    there[i] = given[i] = i < in_count ? in[i] : out[i - in_count];
+    size_t bytes = bytes_of(&given[i]);
+    while (k < in_count && k < i && (i < in_count || given[k].data != given[i].data)) k++;
+    there[i].data = bytes == 0 ? NULL : i >= in_count && k < in_count ? there[k].data : driver->allocate(bytes);
+    if (bytes > 0) driver->write(there[i].data, given[i].data, bytes);
+    if (lying != NULL) lying[i] = there[i].data;
+  }
+  frame_make_lists(&frame, operation, there, in_count, there + in_count, out_count, attributes);
+  ffi_error *error = frame_call_in(space, &frame, operation);
+  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
+  driver->synchronize(xla_stream);
+  for (int i = count - 1; i >= 0; i--) {
+    bool shared = false;
+    if (there[i].data == NULL) continue;
+    if (i >= in_count) driver->read(given[i].data, there[i].data, bytes_of(&given[i]));
+    for (int k = 0; k < in_count && i >= in_count; k++) shared |= there[k].data == there[i].data;
+    if (!shared) driver->release(there[i].data);
+  }
+  return error;
+}
+
 void was_left(const char *text) {
   struct failure *failure = failure_take();
   if (CHECK(failure != NULL) && !CHECK(strstr(failure->text, text) != NULL)) printf("%s\n", failure->text);

@@ -28,6 +28,11 @@ void on_leaving(void (*test)(void));
 ffi_error *give(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define GIVE(operation, in, out, ...) give(operation, in, out, (const int64_t[]){__VA_ARGS__})
 
+/* The same on copies of arrays of the host, whose results it copies back; waits for the stream. Arrays at one place are
+ * at one place there. `lying`, if it is not NULL, becomes where they were. */
+ffi_error *call_there(const char *operation, const struct array in[], int in_count, const struct array out[],
+                      int out_count, const int64_t attributes[], const void *lying[]);
+
 /* An operation has left a failure with this text to the next one. */
 void was_left(const char *text);
 

@@ -136,31 +136,15 @@ static void begin(struct set *set) {
 
 static ffi_error *call_in(const struct memory *memory, struct set *set, const struct plan *plan) {
   struct array in[ARRAYS_AT_MOST], out[ARRAYS_AT_MOST];
-  struct frame frame;
+  const int64_t attributes[] = {registered(world(1, 2)), registered(plan)};
   for (int i = 0; i < set->arrays; i++) {
     int64_t elements = elements_of(&set->shapes[i]);
-    size_t bytes = (size_t)(elements * set->shapes[i].bytes);
-    in[i] = out[i] = ARRAY(set->shapes[i].dtype, NULL, elements);
-    if (bytes == 0) continue;
-    in[i].data = memory->host ? set->in[i] : driver->allocate(bytes);
-    out[i].data = set->aliased[i] ? in[i].data : memory->host ? set->out[i] : driver->allocate(bytes);
-    if (!memory->host) driver->write(in[i].data, set->in[i], bytes);
-    if (!memory->host && !set->aliased[i]) driver->write(out[i].data, set->out[i], bytes);
+    if (set->aliased[i]) memcpy(set->out[i], set->in[i], (size_t)(elements * set->shapes[i].bytes));
+    in[i] = ARRAY(set->shapes[i].dtype, set->aliased[i] ? set->out[i] : set->in[i], elements);
+    out[i] = ARRAY(set->shapes[i].dtype, set->out[i], elements);
   }
-  frame_make_lists(&frame, "exchange", in, set->arrays, out, set->arrays,
-                   (const int64_t[]){registered(world(1, 2)), registered(plan)});
-  ffi_error *error = frame_call_in(memory, &frame, "exchange");
-  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
-  if (!memory->host) driver->synchronize(xla_stream);
-  for (int i = 0; i < set->arrays; i++) {
-    size_t bytes = (size_t)(elements_of(&set->shapes[i]) * set->shapes[i].bytes);
-    if (bytes == 0) continue;
-    if (!memory->host) driver->read(set->out[i], out[i].data, bytes);
-    if (memory->host && set->aliased[i]) memcpy(set->out[i], set->in[i], bytes);
-    if (!memory->host && !set->aliased[i]) driver->release(out[i].data);
-    if (!memory->host) driver->release(in[i].data);
-  }
-  return error;
+  if (memory->host) return run_lists("exchange", in, set->arrays, out, set->arrays, attributes);
+  return call_there("exchange", in, set->arrays, out, set->arrays, attributes, NULL);
 }
 
 static void draw_set(struct set *set) {

@@ -57,26 +57,9 @@ static const void *lying[MAX_ARRAYS];
 
 static ffi_error *call_in(const struct memory *memory, struct set *set, const char *operation,
                           const int64_t attributes[]) {
-  static struct frame frame;
-  struct array arrays[MAX_ARRAYS];
-  int count = set->in + set->out;
-  memcpy(arrays, set->arrays, sizeof arrays);
-  for (int i = 0; i < count && !memory->host; i++) {
-    if (set->bytes[i] == 0) continue;
-    arrays[i].data = driver->allocate(set->bytes[i]);
-    driver->write(arrays[i].data, set->at[i], set->bytes[i]);
-  }
-  for (int i = 0; i < count; i++) lying[i] = arrays[i].data;
-  frame_make_lists(&frame, operation, arrays, set->in, arrays + set->in, set->out, attributes);
-  ffi_error *error = frame_call_in(memory, &frame, operation);
-  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
-  if (!memory->host) driver->synchronize(xla_stream);
-  for (int i = 0; i < count && !memory->host; i++) {
-    if (set->bytes[i] == 0) continue;
-    if (i >= set->in) driver->read(set->at[i], arrays[i].data, set->bytes[i]);
-    driver->release(arrays[i].data);
-  }
-  return error;
+  const struct array *out = set->arrays + set->in;
+  if (memory->host) return run_lists(operation, set->arrays, set->in, out, set->out, attributes);
+  return call_there(operation, set->arrays, set->in, out, set->out, attributes, lying);
 }
 
 /* Where a call runs: on the host, or on the device by a transport. */

@@ -45,17 +45,10 @@ static ffi_error *host_run(const struct operands *o, void *source, void *target)
 }
 
 static ffi_error *device_call(const struct operands *o, const void *source, void *target) {
-  size_t in = bytes_of(o, o->in), out = bytes_of(o, o->out);
-  void *from = in > 0 ? driver->allocate(in) : NULL;
-  void *to = out == 0 ? NULL : o->aliased ? from : driver->allocate(out);
-  if (in > 0) driver->write(from, source, in);
-  if (to != NULL && to != from) driver->write(to, target, out);
-  ffi_error *error = give(o->operation, array_of(o->dtype, from, o->in), array_of(o->dtype, to, o->out), o->attributes);
-  driver->synchronize(xla_stream);
-  if (to != NULL) driver->read(target, to, out);
-  if (to != NULL && to != from) driver->release(to);
-  if (from != NULL) driver->release(from);
-  return error;
+  if (o->aliased) memcpy(target, source, bytes_of(o, o->in));
+  struct array in = array_of(o->dtype, o->aliased ? target : (void *)(uintptr_t)source, o->in);
+  struct array out = array_of(o->dtype, target, o->out);
+  return call_there(o->operation, &in, o->in >= 0, &out, o->out >= 0, o->attributes, NULL);
 }
 
 /* A sum of float64 on two ranks: all of it, or a call with the arrays on the device. */
@@ -215,32 +208,8 @@ TEST(an_aware_library_gets_device_pointers) {
 
 /* --- requests --- */
 
-/* A frame with copies of these arrays on the device. */
-static ffi_error *run_there(const char *operation, const struct array in[], int in_count, const struct array out[],
-                            int out_count, const int64_t attributes[]) {
-  struct frame frame;
-  struct array arrays[8] = {NONE};
-  size_t bytes[8];
-  for (int i = 0; i < in_count + out_count; i++) {
-    arrays[i] = i < in_count ? in[i] : out[i - in_count];
-    bytes[i] = (size_t)arrays[i].dims[0] * datatype_find(arrays[i].dtype)->bytes;
-    void *there = driver->allocate(bytes[i]);
-    driver->write(there, arrays[i].data, bytes[i]);
-    arrays[i].data = there;
-  }
-  frame_make_lists(&frame, operation, arrays, in_count, arrays + in_count, out_count, attributes);
-  ffi_error *error = frame_call_in(space, &frame, operation);
-  memset(&frame, 0xaa, sizeof frame);
-  driver->synchronize(xla_stream);
-  for (int i = 0; i < in_count + out_count; i++) {
-    if (i >= in_count) driver->read(out[i - in_count].data, arrays[i].data, bytes[i]);
-    driver->release(arrays[i].data);
-  }
-  return error;
-}
-
 static ffi_error *start_there(const char *operation, struct array in, float *id, const int64_t attributes[]) {
-  return run_there(operation, &in, in.rank >= 0, &ARRAY(F32, id, 2), 1, attributes);
+  return call_there(operation, &in, in.rank >= 0, &ARRAY(F32, id, 2), 1, attributes, NULL);
 }
 #define START_THERE(operation, in, id, ...) start_there(operation, in, id, (const int64_t[]){__VA_ARGS__})
 
@@ -248,7 +217,7 @@ static ffi_error *wait_there(const struct communicator *comm, float ids[][2], in
                              int out_count) {
   struct array in[4];
   for (int i = 0; i < count; i++) in[i] = ARRAY(F32, ids[i], 2);
-  return run_there("wait", in, count, out, out_count, (const int64_t[]){registered(comm), 0});
+  return call_there("wait", in, count, out, out_count, (const int64_t[]){registered(comm), 0}, NULL);
 }
 
 /* MPI gets what is in flight, which is on the host. */
@@ -302,7 +271,7 @@ static void a_request_of_an_exchange(const struct communicator *comm) {
   SUCCEEDS(START_THERE("exchange_start", ARRAY(F64, given, 5), id, c, plan));
   CHECK_EQUAL(requests_in_flight(), 1);
   struct array in[] = {ARRAY(F64, given, 5), ARRAY(F32, id, 2)}, out = ARRAY(F64, got, 5);
-  SUCCEEDS(run_there("exchange_finish", in, 2, &out, 1, (const int64_t[]){c, plan, 0}));
+  SUCCEEDS(call_there("exchange_finish", in, 2, &out, 1, (const int64_t[]){c, plan, 0}, NULL));
   CHECK_SAME(got, right, sizeof right);
   check_on_host();
   CHECK_EQUAL(requests_in_flight() + fake->live_requests + fake->queued + fake->live_matched, 0);
