@@ -154,13 +154,16 @@ TEST(every_type_has_one_row) {
 
 /* --- communicators --- */
 
+static struct communicator *communicator_of(intptr_t handle) {
+  struct communicator *found = NULL;
+  CHECK_EQUAL(abi->communicator(handle, NULL, &found), 0);
+  return found;
+}
+
 TEST(a_communicator_is_one_struct) {
   intptr_t first = fake->comm_new(2, 4), second = fake->comm_new(0, 1);
-  struct communicator *a, *b, *again;
-  CHECK_EQUAL(abi->communicator(first, NULL, &a), 0);
-  CHECK_EQUAL(abi->communicator(second, NULL, &b), 0);
-  CHECK_EQUAL(abi->communicator(first, NULL, &again), 0);
-  CHECK(a == again && a != b);
+  struct communicator *a = communicator_of(first), *b = communicator_of(second);
+  CHECK(communicator_of(first) == a && a != b);
   CHECK(a->rank == 2 && a->size == 4 && a->handle == first && !a->freed);
   fake->comm_free(first);
   CHECK(a->freed && !b->freed);
@@ -168,12 +171,11 @@ TEST(a_communicator_is_one_struct) {
 }
 
 TEST(a_recycled_handle_is_another_communicator) {
-  struct communicator *old, *new;
   intptr_t handle = fake->comm_new(0, 2);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &old), 0);
+  struct communicator *old = communicator_of(handle);
   fake->comm_free(handle);
   CHECK_EQUAL(fake->comm_new(1, 3), handle);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &new), 0);
+  struct communicator *new = communicator_of(handle);
   CHECK(new != old && old->freed && !new->freed &&new->rank == 1 && new->size == 3);
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(new)));
   FAILS(RUN("barrier", NONE, NONE, COMM(old)), FFI_FAILED_PRECONDITION, "freed");
@@ -182,11 +184,10 @@ TEST(a_recycled_handle_is_another_communicator) {
 }
 
 TEST(a_duplicate_is_another_communicator) {
-  struct communicator *old, *new;
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &old), 0);
+  struct communicator *old = communicator_of(handle);
   intptr_t duplicate = fake->comm_dup(handle);
-  CHECK_EQUAL(abi->communicator(duplicate, NULL, &new), 0);
+  struct communicator *new = communicator_of(duplicate);
   CHECK(new != NULL &&new != old &&new->handle == duplicate &&new->rank == 1 && new->size == 3);
   fake->comm_free(duplicate);
   CHECK(new != NULL &&new->freed && !old->freed);
@@ -194,9 +195,8 @@ TEST(a_duplicate_is_another_communicator) {
 }
 
 TEST(a_freed_communicator_is_refused_by_all) {
-  struct communicator *comm;
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &comm), 0);
+  struct communicator *comm = communicator_of(handle);
   fake->comm_free(handle);
   fake->reset();
   for (int i = 0; i < OPERATION_COUNT; i++) {

@@ -1,7 +1,4 @@
-/* Plans of arrays on device memory: random boxes, copied by the driver, against the same call on the host.
- *
- * FAKE_DRIVER names the library of the fake driver.
- */
+/* Plans of arrays on device memory: random boxes, copied by the driver, against the same call on the host. */
 #include "core/failure.h"
 #include "core/plan.h"
 #include "devices/transport.h"

@@ -1,8 +1,5 @@
 /* Operations with buffers of all roles, and with lists of them (tests/c/more_ops.def): on the host, and on device
- * memory with each transport.
- *
- * FAKE_DRIVER names the library of the fake driver.
- */
+ * memory with each transport. */
 #include "core/failure.h"
 #include "devices/transport.h"
 #include "execute/body.h"

@@ -1,7 +1,5 @@
 /* Operations on device memory, on each transport, with the fake driver. They must have the same results and MPI calls
  * as on the host, break no rule of the driver, return each failure of the driver as an error, and leave nothing behind.
- *
- * FAKE_DRIVER names the library of the fake driver.
  */
 #include <dlfcn.h>
 
@@ -40,7 +38,7 @@ static ffi_error *host_run(const struct operands *o, void *source, void *target)
   frame_make(&frame, o->operation, array_of(o->dtype, source, o->in),
              array_of(o->dtype, o->aliased ? source : target, o->out), o->attributes);
   ffi_error *error = frame_call(&frame, o->operation);
-  if (o->aliased) memcpy(target, source, bytes_of(o, o->out));
+  if (o->aliased && target != source) memcpy(target, source, bytes_of(o, o->out));
   return error;
 }
 
