@@ -29,6 +29,11 @@ static int usual(void) {
 
 static bool says(const char *reason, const char *text) { return reason != NULL && strstr(reason, text) != NULL; }
 
+static void refused(int result, int error) {
+  CHECK_EQUAL(errno, error);
+  CHECK_EQUAL(result, -1);
+}
+
 /* The number that the next descriptor gets: what is refused is closed. */
 static int next_descriptor(void) {
   int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -45,13 +50,11 @@ TEST(folders_of_others_are_refused) {
     CHECK((fcntl(folder, F_GETFD) & FD_CLOEXEC) != 0);
     close(folder);
   }
-  CHECK_EQUAL(opened(0777, &reason), -1);
-  CHECK_EQUAL(errno, EPERM);
+  refused(opened(0777, &reason), EPERM);
   CHECK(says(reason, "everyone may replace files in it"));
   if (geteuid() == 0) {
     CHECK_EQUAL(chown(path, 12345, 0), 0);
-    CHECK_EQUAL(opened(0755, &reason), -1);
-    CHECK_EQUAL(errno, EPERM);
+    refused(opened(0755, &reason), EPERM);
     CHECK(says(reason, "belongs to another user"));
     CHECK_EQUAL(chown(path, 0, 0), 0);
   }
@@ -77,11 +80,9 @@ TEST(folders_of_root_are_trusted) {
 
 TEST(no_folders) {
   const char *reason = "";
-  CHECK_EQUAL(private_folder("/no/such/folder", &reason), -1);
-  CHECK_EQUAL(errno, ENOENT);
+  refused(private_folder("/no/such/folder", &reason), ENOENT);
   CHECK(strcmp(reason, strerror(ENOENT)) == 0);
-  CHECK_EQUAL(private_folder("/dev/null", &reason), -1);
-  CHECK_EQUAL(errno, ENOTDIR);
+  refused(private_folder("/dev/null", &reason), ENOTDIR);
 }
 
 TEST(files_are_new) {
@@ -96,8 +97,7 @@ TEST(files_are_new) {
   CHECK((fcntl(file, F_GETFD) & FD_CLOEXEC) != 0);
   CHECK_EQUAL(write(file, "first", 5), 5);
   close(file);
-  CHECK_EQUAL(private_create(folder, "file", 0600), -1);
-  CHECK_EQUAL(errno, EEXIST);
+  refused(private_create(folder, "file", 0600), EEXIST);
   CHECK(fstatat(folder, "file", &status, 0) == 0 && status.st_size == 5);
   CHECK_EQUAL(unlinkat(folder, "file", 0), 0);
   close(folder);
@@ -107,8 +107,7 @@ TEST(links_are_not_followed) {
   int folder = usual();
   FOR_VALUES (string, target, "nowhere", "/dev/null", ".") {
     CHECK_EQUAL(symlinkat(*target, folder, "link"), 0);
-    CHECK_EQUAL(private_create(folder, "link", 0600), -1);
-    CHECK_EQUAL(errno, EEXIST);
+    refused(private_create(folder, "link", 0600), EEXIST);
     CHECK_EQUAL(unlinkat(folder, "link", 0), 0);
   }
   CHECK_EQUAL(faccessat(folder, "nowhere", F_OK, 0), -1);
@@ -130,8 +129,7 @@ TEST(own_folders_are_of_no_use_to_others) {
   CHECK_EQUAL(unlink(link_path), 0);
   FOR_VALUES (mode_t, mode, 0750, 0701, 0720, 01777) {
     CHECK_EQUAL(chmod(path, *mode), 0);
-    CHECK_EQUAL(private_own_folder(path, &reason), -1);
-    CHECK_EQUAL(errno, EPERM);
+    refused(private_own_folder(path, &reason), EPERM);
     CHECK(says(reason, "other users may use it"));
   }
   CHECK_EQUAL(next_descriptor(), next);
@@ -153,15 +151,12 @@ TEST(only_own_files_are_read) {
   close(file);
   const int next = next_descriptor();
   CHECK_EQUAL(symlinkat("file", folder, "link"), 0);
-  CHECK_EQUAL(private_open(folder, "link"), -1);
-  CHECK_EQUAL(errno, ELOOP);
+  refused(private_open(folder, "link"), ELOOP);
   CHECK_EQUAL(mkfifoat(folder, "fifo", 0600), 0);
-  CHECK_EQUAL(private_open(folder, "fifo"), -1);
-  CHECK_EQUAL(errno, EPERM);
+  refused(private_open(folder, "fifo"), EPERM);
   if (geteuid() == 0) {
     CHECK_EQUAL(fchownat(folder, "file", 12345, 0, 0), 0);
-    CHECK_EQUAL(private_open(folder, "file"), -1);
-    CHECK_EQUAL(errno, EPERM);
+    refused(private_open(folder, "file"), EPERM);
   }
   CHECK_EQUAL(next_descriptor(), next);
   FOR_VALUES (string, name, "file", "link", "fifo") CHECK_EQUAL(unlinkat(folder, *name, 0), 0);
@@ -171,10 +166,8 @@ TEST(only_own_files_are_read) {
 TEST(names_are_of_files_alone) {
   int folder = usual();
   FOR_VALUES (string, name, "", "../file", "/tmp/file", "a/b") {
-    CHECK_EQUAL(private_create(folder, *name, 0600), -1);
-    CHECK_EQUAL(errno, EINVAL);
-    CHECK_EQUAL(private_open(folder, *name), -1);
-    CHECK_EQUAL(errno, EINVAL);
+    refused(private_create(folder, *name, 0600), EINVAL);
+    refused(private_open(folder, *name), EINVAL);
   }
   CHECK_EQUAL(private_create(folder, "..", 0600), -1);
   close(folder);
