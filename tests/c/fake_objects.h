@@ -112,6 +112,6 @@ int64_t fake_status_bytes(const MPI_Status *status);
 enum fake_kind { KIND_COMM = 1, KIND_TYPE, KIND_OP, KIND_REQUEST, KIND_MESSAGE, KIND_GROUP };
 #define FAKE_BASE                (sizeof(MPI_Comm) == sizeof(int) ? (intptr_t)INT32_MIN : (intptr_t)0x5a5a00000000)
 #define FAKE_HANDLE(kind, place) (FAKE_BASE + ((intptr_t)(kind) << 24) + (intptr_t)(place))
-#define FAKE_PLACE(kind, handle) ((intptr_t)(handle)-FAKE_HANDLE(kind, 0))
+#define FAKE_PLACE(kind, handle) ((intptr_t)(handle) - FAKE_HANDLE(kind, 0))
 
 #endif

@@ -305,7 +305,7 @@ enum { STREAM, EVENT };
 static struct object {
   int kind;
   void *what; /* NULL: destroyed */
-} * objects;
+} *objects;
 static size_t object_count, object_room;
 static const uintptr_t FIRST_HANDLE = 0xfa4e00000000, HANDLE_STEP = 16;
 

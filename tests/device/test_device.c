@@ -63,7 +63,9 @@ static ffi_error *give_reduction(int64_t op, void *in, void *out, int64_t count)
 /* All operations on communicators of some sizes, as `count` elements a rank. */
 static void for_operations(int dtype, int64_t count,
                            void (*body)(const struct operands *, const struct communicator *)) {
-  static const struct { int rank, size; } places[] = {{0, 1}, {0, 2}, {1, 2}, {2, 3}};
+  static const struct {
+    int rank, size;
+  } places[] = {{0, 1}, {0, 2}, {1, 2}, {2, 3}};
   for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
     struct communicator *comm = world(places[i].rank, places[i].size);
     int64_t c = registered(comm), sum = reduction("SUM"), all = count * comm->size, self = comm->rank;
