@@ -12,6 +12,10 @@
 #define SAME_FIELD(our, our_field, their, their_field)                                                        \
   _Static_assert(offsetof(our, our_field) == offsetof(their, their_field), "offset of " #our "." #our_field); \
   _Static_assert(sizeof(((our *)0)->our_field) == sizeof(((their *)0)->their_field), "size of " #our "." #our_field)
+/* The two fields that structures begin with. */
+#define SAME_START(our, their)                      \
+  SAME_FIELD(our, struct_size, their, struct_size); \
+  SAME_FIELD(our, extension, their, extension_start)
 #define SAME_VALUE(our, their) _Static_assert((int)our == (int)their, #our)
 
 /* The runtime checks struct_size: ours are those of version 0.1, which end where the last field of then ends. */
@@ -29,8 +33,7 @@ SAME_SIZE(ffi_metadata_extension, XLA_FFI_Metadata_Extension);
 SAME_SIZE(ffi_extension, ((XLA_FFI_Metadata_Extension *)0)->extension_base);
 SAME_VALUE(FFI_EXTENSION_METADATA, XLA_FFI_Extension_Metadata);
 
-SAME_FIELD(ffi_version, struct_size, XLA_FFI_Api_Version, struct_size);
-SAME_FIELD(ffi_version, extension, XLA_FFI_Api_Version, extension_start);
+SAME_START(ffi_version, XLA_FFI_Api_Version);
 SAME_FIELD(ffi_version, major, XLA_FFI_Api_Version, major_version);
 SAME_FIELD(ffi_version, minor, XLA_FFI_Api_Version, minor_version);
 SAME_SIZE(ffi_version, XLA_FFI_Api_Version);
@@ -41,21 +44,19 @@ SAME_FIELD(ffi_metadata, version, XLA_FFI_Metadata, api_version);
 SAME_FIELD(ffi_metadata, traits, XLA_FFI_Metadata, traits);
 _Static_assert(sizeof(ffi_metadata) <= sizeof(XLA_FFI_Metadata), "size of ffi_metadata");
 
-SAME_FIELD(ffi_buffer, struct_size, XLA_FFI_Buffer, struct_size);
-SAME_FIELD(ffi_buffer, extension, XLA_FFI_Buffer, extension_start);
+SAME_START(ffi_buffer, XLA_FFI_Buffer);
 SAME_FIELD(ffi_buffer, dtype, XLA_FFI_Buffer, dtype);
 SAME_FIELD(ffi_buffer, data, XLA_FFI_Buffer, data);
 SAME_FIELD(ffi_buffer, rank, XLA_FFI_Buffer, rank);
 SAME_FIELD(ffi_buffer, dims, XLA_FFI_Buffer, dims);
 SAME_SIZE(ffi_buffer, XLA_FFI_Buffer);
 
-#define SAME_LIST(theirs, pointers)                            \
-  SAME_FIELD(ffi_buffers, struct_size, theirs, struct_size);   \
-  SAME_FIELD(ffi_buffers, extension, theirs, extension_start); \
-  SAME_FIELD(ffi_buffers, size, theirs, size);                 \
-  SAME_FIELD(ffi_buffers, types, theirs, types);               \
-  SAME_FIELD(ffi_buffers, buffers, theirs, pointers);          \
-  SAME_SIZE(ffi_buffers, theirs);                              \
+#define SAME_LIST(theirs, pointers)                   \
+  SAME_START(ffi_buffers, theirs);                    \
+  SAME_FIELD(ffi_buffers, size, theirs, size);        \
+  SAME_FIELD(ffi_buffers, types, theirs, types);      \
+  SAME_FIELD(ffi_buffers, buffers, theirs, pointers); \
+  SAME_SIZE(ffi_buffers, theirs);                     \
   SAME_SIZE(*((ffi_buffers *)0)->types, *((theirs *)0)->types)
 SAME_LIST(XLA_FFI_Args, args);
 SAME_LIST(XLA_FFI_Rets, rets);
@@ -69,8 +70,7 @@ SAME_FIELD(ffi_scalar, value, XLA_FFI_Scalar, value);
 SAME_SIZE(ffi_scalar, XLA_FFI_Scalar);
 SAME_VALUE(FFI_ATTRIBUTE_SCALAR, XLA_FFI_AttrType_SCALAR);
 
-SAME_FIELD(ffi_attributes, struct_size, XLA_FFI_Attrs, struct_size);
-SAME_FIELD(ffi_attributes, extension, XLA_FFI_Attrs, extension_start);
+SAME_START(ffi_attributes, XLA_FFI_Attrs);
 SAME_FIELD(ffi_attributes, size, XLA_FFI_Attrs, size);
 SAME_FIELD(ffi_attributes, types, XLA_FFI_Attrs, types);
 SAME_FIELD(ffi_attributes, names, XLA_FFI_Attrs, names);
@@ -78,14 +78,12 @@ SAME_FIELD(ffi_attributes, values, XLA_FFI_Attrs, attrs);
 SAME_SIZE(ffi_attributes, XLA_FFI_Attrs);
 SAME_SIZE(*((ffi_attributes *)0)->types, *((XLA_FFI_Attrs *)0)->types);
 
-SAME_FIELD(ffi_error_create_args, struct_size, XLA_FFI_Error_Create_Args, struct_size);
-SAME_FIELD(ffi_error_create_args, extension, XLA_FFI_Error_Create_Args, extension_start);
+SAME_START(ffi_error_create_args, XLA_FFI_Error_Create_Args);
 SAME_FIELD(ffi_error_create_args, message, XLA_FFI_Error_Create_Args, message);
 SAME_FIELD(ffi_error_create_args, code, XLA_FFI_Error_Create_Args, errc);
 SAME_SIZE(ffi_error_create_args, XLA_FFI_Error_Create_Args);
 
-SAME_FIELD(ffi_error_destroy_args, struct_size, XLA_FFI_Error_Destroy_Args, struct_size);
-SAME_FIELD(ffi_error_destroy_args, extension, XLA_FFI_Error_Destroy_Args, extension_start);
+SAME_START(ffi_error_destroy_args, XLA_FFI_Error_Destroy_Args);
 SAME_FIELD(ffi_error_destroy_args, error, XLA_FFI_Error_Destroy_Args, error);
 SAME_SIZE(ffi_error_destroy_args, XLA_FFI_Error_Destroy_Args);
 SAME_VALUE(FFI_UNKNOWN, XLA_FFI_Error_Code_UNKNOWN);
@@ -94,14 +92,12 @@ SAME_VALUE(FFI_FAILED_PRECONDITION, XLA_FFI_Error_Code_FAILED_PRECONDITION);
 SAME_VALUE(FFI_UNIMPLEMENTED, XLA_FFI_Error_Code_UNIMPLEMENTED);
 SAME_VALUE(FFI_INTERNAL, XLA_FFI_Error_Code_INTERNAL);
 
-SAME_FIELD(ffi_stream_get_args, struct_size, XLA_FFI_Stream_Get_Args, struct_size);
-SAME_FIELD(ffi_stream_get_args, extension, XLA_FFI_Stream_Get_Args, extension_start);
+SAME_START(ffi_stream_get_args, XLA_FFI_Stream_Get_Args);
 SAME_FIELD(ffi_stream_get_args, context, XLA_FFI_Stream_Get_Args, ctx);
 SAME_FIELD(ffi_stream_get_args, stream, XLA_FFI_Stream_Get_Args, stream);
 SAME_SIZE(ffi_stream_get_args, XLA_FFI_Stream_Get_Args);
 
-SAME_FIELD(ffi_api, struct_size, XLA_FFI_Api, struct_size);
-SAME_FIELD(ffi_api, extension, XLA_FFI_Api, extension_start);
+SAME_START(ffi_api, XLA_FFI_Api);
 SAME_FIELD(ffi_api, version, XLA_FFI_Api, api_version);
 SAME_FIELD(ffi_api, internal, XLA_FFI_Api, internal_api);
 SAME_FIELD(ffi_api, error_create, XLA_FFI_Api, XLA_FFI_Error_Create);
@@ -110,14 +106,12 @@ SAME_FIELD(ffi_api, handler_register, XLA_FFI_Api, XLA_FFI_Handler_Register);
 SAME_FIELD(ffi_api, stream_get, XLA_FFI_Api, XLA_FFI_Stream_Get);
 SAME_FIELD(ffi_api, run_get, XLA_FFI_Api, XLA_FFI_RunId_Get);
 
-SAME_FIELD(ffi_run_args, struct_size, XLA_FFI_RunId_Get_Args, struct_size);
-SAME_FIELD(ffi_run_args, extension, XLA_FFI_RunId_Get_Args, extension_start);
+SAME_START(ffi_run_args, XLA_FFI_RunId_Get_Args);
 SAME_FIELD(ffi_run_args, context, XLA_FFI_RunId_Get_Args, ctx);
 SAME_FIELD(ffi_run_args, run, XLA_FFI_RunId_Get_Args, run_id);
 SAME_SIZE(ffi_run_args, XLA_FFI_RunId_Get_Args);
 
-SAME_FIELD(ffi_frame, struct_size, XLA_FFI_CallFrame, struct_size);
-SAME_FIELD(ffi_frame, extension, XLA_FFI_CallFrame, extension_start);
+SAME_START(ffi_frame, XLA_FFI_CallFrame);
 SAME_FIELD(ffi_frame, api, XLA_FFI_CallFrame, api);
 SAME_FIELD(ffi_frame, context, XLA_FFI_CallFrame, ctx);
 SAME_FIELD(ffi_frame, stage, XLA_FFI_CallFrame, stage);

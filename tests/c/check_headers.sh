@@ -42,41 +42,28 @@ check_mpi() { # directory, compiler...
   done
 }
 
-check_ffi() { # directory, compiler...
+check() { # directory, compiler...
   directory=$1
   shift
-  compile "$directory" "$@" $strict -I"$csrc" -isystem "$directory" "$here/check_ffi.c"
+  compile "$directory" "$@" -std=gnu11 -fsyntax-only -Wall -Wextra -Werror -I"$csrc" -isystem "$directory" $options
 }
 
-check_driver() { # directory, options, compiler...
-  directory=$1 options=$2
-  shift 2
-  # Headers of systems: their own warnings are not ours.
-  compile "$directory" "$@" -std=gnu11 -fsyntax-only -Wall -Wextra -Werror -I"$csrc" -isystem "$directory" $options \
-    "$here/check_driver.c"
-}
-check_cuda() {
-  directory=$1
-  shift
-  check_driver "$directory" "-DDRIVER_HEADER=<cuda.h>" "$@"
-}
-check_hip() {
-  directory=$1
-  shift
-  check_driver "$directory" "-DDRIVER_HIP -D__HIP_PLATFORM_AMD__ -DDRIVER_HEADER=<hip/hip_runtime_api.h>" "$@"
-}
-
+# Headers of systems: their own warnings are not ours.
+driver="$here/check_driver.c"
 case $kind in
-  mpi) directories=$JAXMPI_MPI_INCLUDE ;;
-  ffi) directories=$JAXMPI_FFI_INCLUDE ;;
-  cuda) directories=$JAXMPI_CUDA_INCLUDE ;;
-  hip) directories=$JAXMPI_HIP_INCLUDE ;;
+  mpi) directories=$JAXMPI_MPI_INCLUDE check=check_mpi ;;
+  ffi) directories=$JAXMPI_FFI_INCLUDE options="$strict $here/check_ffi.c" ;;
+  cuda) directories=$JAXMPI_CUDA_INCLUDE options="-DDRIVER_HEADER=<cuda.h> $driver" ;;
+  hip)
+    directories=$JAXMPI_HIP_INCLUDE
+    options="-DDRIVER_HIP -D__HIP_PLATFORM_AMD__ -DDRIVER_HEADER=<hip/hip_runtime_api.h> $driver"
+    ;;
 esac
 [ -n "$directories" ] || exit 77
 IFS=:
 set -f
 for directory in $directories; do
   IFS=' '
-  "check_$kind" "$directory" "$@"
+  "${check:-check}" "$directory" "$@"
 done
 exit $status

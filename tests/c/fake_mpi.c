@@ -8,18 +8,6 @@
 
 #include "fake_objects.h"
 
-#define TRY(expression)                     \
-  do {                                      \
-    int code_ = (expression);               \
-    if (code_ != MPI_SUCCESS) return code_; \
-  } while (0)
-
-/* Opens a function that communicates: `call` is its record, `comm` its communicator. */
-#define BEGIN(name)       \
-  struct fake_call *call; \
-  struct comm *comm;      \
-  TRY(fake_begin_on("MPI_" #name, handle, &call, &comm))
-
 /* What rank `comm->rank + distance` passes where this rank passes `in`. */
 static void contribution(void *out, const void *in, int64_t bytes, int distance) {
   for (int64_t i = 0; !fake_control.hollow && i < bytes; i++)
@@ -271,8 +259,7 @@ int MPI_Irecv(void *out, int n, MPI_Datatype t, int source, int tag, MPI_Comm ha
 }
 
 int MPI_Cancel(MPI_Request *request) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Cancel", &call));
+  CALL(Cancel);
   return fake_cancel(request);
 }
 
@@ -341,8 +328,7 @@ int MPI_Ibcast(void *data, int n, MPI_Datatype t, int root, MPI_Comm handle, MPI
 
 /* An error that is injected into a test leaves the request as it is, one into a wait ends it. */
 int MPI_Test(MPI_Request *request, int *done, MPI_Status *status) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Test", &call));
+  CALL(Test);
   return fake_end(request, true, done, status);
 }
 
@@ -437,82 +423,51 @@ int MPI_Status_set_elements(MPI_Status *status, MPI_Datatype handle, int count) 
   return MPI_SUCCESS;
 }
 
-int MPI_Get_count(const MPI_Status *status, MPI_Datatype handle, int *count) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Get_count", &call));
-  const struct type *type = fake_type(handle);
-  if (type == NULL) return FAKE_ERR_TYPE;
-  int64_t whole = units(status, type->bytes);
-  *count = whole > INT_MAX ? ABI_UNDEFINED : (int)whole;
-  return MPI_SUCCESS;
-}
-
+#define COUNTING(name, count_type, answer)                                           \
+  int MPI_##name(const MPI_Status *status, MPI_Datatype handle, count_type *count) { \
+    CALL(name);                                                                      \
+    const struct type *type = fake_type(handle);                                     \
+    if (type == NULL) return FAKE_ERR_TYPE;                                          \
+    *count = (answer);                                                               \
+    return MPI_SUCCESS;                                                              \
+  }
+static int of_int(int64_t count) { return count > INT_MAX ? ABI_UNDEFINED : (int)count; }
+COUNTING(Get_count, int, of_int(units(status, type->bytes)))
 #if FAKE_MPI_VERSION >= 4
-int MPI_Get_count_c(const MPI_Status *status, MPI_Datatype handle, MPI_Count *count) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Get_count_c", &call));
-  const struct type *type = fake_type(handle);
-  if (type == NULL) return FAKE_ERR_TYPE;
-  *count = units(status, type->bytes);
-  return MPI_SUCCESS;
-}
+COUNTING(Get_count_c, MPI_Count, units(status, type->bytes))
 #endif
-
 #if FAKE_MPI_VERSION >= 3 && FAKE_MPI_VERSION <= 5
-int MPI_Get_elements_x(const MPI_Status *status, MPI_Datatype handle, MPI_Count *count) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Get_elements_x", &call));
-  const struct type *type = fake_type(handle);
-  if (type == NULL) return FAKE_ERR_TYPE;
-  *count = units(status, type->element);
-  return MPI_SUCCESS;
-}
+COUNTING(Get_elements_x, MPI_Count, units(status, type->element))
 #endif
 
 /* --- the rest --- */
 
-int MPI_Comm_rank(MPI_Comm handle, int *rank) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Comm_rank", &call));
-  if (fake_comm(handle) == NULL) return FAKE_ERR_COMM;
-  *rank = fake_comm(handle)->rank;
-  return MPI_SUCCESS;
-}
-
-int MPI_Comm_size(MPI_Comm handle, int *size) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Comm_size", &call));
-  if (fake_comm(handle) == NULL) return FAKE_ERR_COMM;
-  *size = fake_comm(handle)->size;
-  return MPI_SUCCESS;
-}
-
-int MPI_Comm_test_inter(MPI_Comm handle, int *inter) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Comm_test_inter", &call));
-  if (fake_comm(handle) == NULL) return FAKE_ERR_COMM;
-  *inter = 0;
-  return MPI_SUCCESS;
-}
+#define QUESTION(name, answer)                         \
+  int MPI_Comm_##name(MPI_Comm comm, int *result) {    \
+    CALL(Comm_##name);                                 \
+    if (fake_comm(comm) == NULL) return FAKE_ERR_COMM; \
+    *result = (answer);                                \
+    return MPI_SUCCESS;                                \
+  }
+QUESTION(rank, fake_comm(comm)->rank)
+QUESTION(size, fake_comm(comm)->size)
+QUESTION(test_inter, 0)
 
 int MPI_Abort(MPI_Comm comm, int status) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Abort", &call));
+  CALL(Abort);
   call->comm = (intptr_t)comm;
   call->tag = status;
   return MPI_SUCCESS;
 }
 
 int MPI_Error_class(int error, int *class) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Error_class", &call));
+  CALL(Error_class);
   *class = error;
   return MPI_SUCCESS;
 }
 
 int MPI_Error_string(int error, char *text, int *length) {
-  struct fake_call *call;
-  TRY(fake_begin("MPI_Error_string", &call));
+  CALL(Error_string);
   *length = snprintf(text, 256, "the fake's text for %d", error);
   return MPI_SUCCESS;
 }

@@ -6,16 +6,8 @@
 #include <string.h>
 #include <time.h>
 
-enum {
-  COMMS = 64,
-  ATTRIBUTES = 256,
-  KEYVALS = 64,
-  TYPES = 64,
-  OPERATIONS = 64,
-  MESSAGES = 64,
-  REQUESTS = 256,
-  GROUPS = 8
-};
+enum { COMMS = 64, ATTRIBUTES = 256, KEYVALS = 64, TYPES = 64, OPERATIONS = 64, MESSAGES = 64, REQUESTS = 256 };
+enum { GROUPS = 8 };
 
 /* Numbers that differ between the ABIs and that csrc/mpi/abi does not need; where the status keeps the size. */
 static const struct traits {
@@ -78,14 +70,14 @@ int fake_begin_on(const char *name, MPI_Comm handle, struct fake_call **call, st
 /* --- communicators and their attributes --- */
 
 static struct comm comms[COMMS];
-static struct {
+static struct keyval {
   MPI_Comm_copy_attr_function *copy;
   MPI_Comm_delete_attr_function *delete;
   void *extra;
 } keyvals[KEYVALS];
 static int keyval_count;
 /* A value stays here when its communicator is freed: it must not look leaked, for it is meant to last. */
-static struct {
+static struct kept {
   intptr_t comm;
   int key;
   bool live;
@@ -117,30 +109,21 @@ static void comm_free(intptr_t comm) {
 
 int MPI_Comm_create_keyval(MPI_Comm_copy_attr_function *copy, MPI_Comm_delete_attr_function *delete, int *keyval,
                            void *extra) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Comm_create_keyval", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Comm_create_keyval);
   if (copy == NULL || delete == NULL || keyval_count == KEYVALS) return FAKE_ERR_ARG;
-  keyvals[keyval_count].copy = copy;
-  keyvals[keyval_count].delete = delete;
-  keyvals[keyval_count].extra = extra;
+  keyvals[keyval_count] = (struct keyval){copy, delete, extra};
   *keyval = keyval_count++;
   return MPI_SUCCESS;
 }
 
 static int set_attribute(intptr_t comm, int key, void *value) {
   if (attribute_count == ATTRIBUTES) return FAKE_ERR_FULL;
-  attributes[attribute_count].comm = comm;
-  attributes[attribute_count].key = key;
-  attributes[attribute_count].live = true;
-  attributes[attribute_count++].value = value;
+  attributes[attribute_count++] = (struct kept){comm, key, true, value};
   return MPI_SUCCESS;
 }
 
 int MPI_Comm_set_attr(MPI_Comm comm, int key, void *value) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Comm_set_attr", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Comm_set_attr);
   if (fake_comm(comm) == NULL) return FAKE_ERR_COMM;
   if (key < 0 || key >= keyval_count) return FAKE_ERR_ARG;
   return set_attribute((intptr_t)comm, key, value);
@@ -160,9 +143,7 @@ static intptr_t comm_dup(intptr_t comm) {
 }
 
 int MPI_Comm_get_attr(MPI_Comm comm, int key, void *value, int *flag) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Comm_get_attr", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Comm_get_attr);
   if (fake_comm(comm) == NULL) return FAKE_ERR_COMM;
   *flag = 0;
   for (int i = 0; i < attribute_count; i++)
@@ -195,19 +176,15 @@ static int group_place(MPI_Group group) {
 }
 
 int MPI_Comm_group(MPI_Comm handle, MPI_Group *group) {
-  struct fake_call *call;
-  struct comm *comm;
-  int code = fake_begin_on("MPI_Comm_group", handle, &call, &comm);
-  if (code != MPI_SUCCESS) return code;
+  BEGIN(Comm_group);
   *group = group_new(comm->size);
   for (int i = 0; i < comm->size; i++) groups[group_place(*group)].ranks[i] = i;
   return MPI_SUCCESS;
 }
 
 int MPI_Group_incl(MPI_Group group, int n, const int ranks[], MPI_Group *result) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Group_incl", &call), place = group_place(group);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Group_incl);
+  int place = group_place(group);
   if (place < 0 || n > GROUPS) return FAKE_ERR_ARG;
   for (int i = 0; i < n; i++)
     if (ranks[i] < 0 || ranks[i] >= groups[place].size) return FAKE_ERR_RANK;
@@ -217,9 +194,8 @@ int MPI_Group_incl(MPI_Group group, int n, const int ranks[], MPI_Group *result)
 }
 
 int MPI_Group_free(MPI_Group *group) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Group_free", &call), place = group_place(*group);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Group_free);
+  int place = group_place(*group);
   if (place < 0) return FAKE_ERR_ARG;
   groups[place].live = false;
   fake_control.live_groups--;
@@ -227,10 +203,8 @@ int MPI_Group_free(MPI_Group *group) {
 }
 
 int MPI_Comm_create_group(MPI_Comm handle, MPI_Group group, int tag, MPI_Comm *result) {
-  struct fake_call *call;
-  struct comm *comm;
-  int code = fake_begin_on("MPI_Comm_create_group", handle, &call, &comm), place = group_place(group), rank = 0;
-  if (code != MPI_SUCCESS) return code;
+  BEGIN(Comm_create_group);
+  int place = group_place(group), rank = 0;
   if (place < 0 || tag < 0) return FAKE_ERR_ARG;
   while (rank < groups[place].size && groups[place].ranks[rank] != comm->rank) rank++;
   if (rank == groups[place].size) return FAKE_ERR_RANK;
@@ -245,24 +219,9 @@ static const struct {
   const char *name;
   int64_t bytes;
 } predefined[] = {
-    {"C_BOOL", 1},
-    {"INT8_T", 1},
-    {"INT16_T", 2},
-    {"INT32_T", 4},
-    {"INT64_T", 8},
-    {"UINT8_T", 1},
-    {"UINT16_T", 2},
-    {"UINT32_T", 4},
-    {"UINT64_T", 8},
-    {"FLOAT", 4},
-    {"DOUBLE", 8},
-    {"BYTE", 1},
-    {"CHAR", 1},
-    {"INT", 4},
-    {"LONG", 8},
-    {"C_FLOAT_COMPLEX", 8},
-    {"C_DOUBLE_COMPLEX", 16},
-};
+    {"C_BOOL", 1},   {"INT8_T", 1},   {"INT16_T", 2},  {"INT32_T", 4},         {"INT64_T", 8},          {"UINT8_T", 1},
+    {"UINT16_T", 2}, {"UINT32_T", 4}, {"UINT64_T", 8}, {"FLOAT", 4},           {"DOUBLE", 8},           {"BYTE", 1},
+    {"CHAR", 1},     {"INT", 4},      {"LONG", 8},     {"C_FLOAT_COMPLEX", 8}, {"C_DOUBLE_COMPLEX", 16}};
 enum { PREDEFINED = sizeof predefined / sizeof *predefined };
 
 struct type *fake_type(MPI_Datatype handle) {
@@ -291,9 +250,7 @@ static int new_type(int64_t bytes, int64_t element, MPI_Datatype *result) {
 }
 
 int MPI_Type_contiguous(int count, MPI_Datatype old, MPI_Datatype *result) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Type_contiguous", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Type_contiguous);
   const struct type *type = fake_type(old);
   if (type == NULL) return FAKE_ERR_TYPE;
   if (count < 0) return FAKE_ERR_COUNT;
@@ -302,9 +259,7 @@ int MPI_Type_contiguous(int count, MPI_Datatype old, MPI_Datatype *result) {
 
 int MPI_Type_create_struct(int count, const int lengths[], const MPI_Aint offsets[], const MPI_Datatype old[],
                            MPI_Datatype *result) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Type_create_struct", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Type_create_struct);
   int64_t bytes = 0, element = 0;
   for (int i = 0; i < count; i++) {
     const struct type *type = fake_type(old[i]);
@@ -318,9 +273,7 @@ int MPI_Type_create_struct(int count, const int lengths[], const MPI_Aint offset
 }
 
 int MPI_Type_commit(MPI_Datatype *handle) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Type_commit", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Type_commit);
   struct type *type = fake_type(*handle);
   if (type == NULL || !type->derived) return FAKE_ERR_TYPE;
   type->committed = true;
@@ -328,9 +281,7 @@ int MPI_Type_commit(MPI_Datatype *handle) {
 }
 
 int MPI_Type_free(MPI_Datatype *handle) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Type_free", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Type_free);
   struct type *type = fake_type(*handle);
   if (type == NULL || !type->derived) return FAKE_ERR_TYPE;
   type->live = false;
@@ -370,9 +321,7 @@ static intptr_t operation(const char *name) {
 }
 
 int MPI_Op_create(MPI_User_function *function, int commutes, MPI_Op *result) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Op_create", &call);
-  if (code != MPI_SUCCESS) return code;
+  CALL(Op_create);
   if (function == NULL || commutes != 1) return FAKE_ERR_ARG;
   for (int i = NAMED; i < OPERATIONS; i++)
     if (operations[i] == NULL) {
@@ -393,9 +342,8 @@ static int operation_free(intptr_t op) {
 }
 
 int MPI_Op_free(MPI_Op *op) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Op_free", &call);
-  return code != MPI_SUCCESS ? code : operation_free((intptr_t)*op);
+  CALL(Op_free);
+  return operation_free((intptr_t)*op);
 }
 
 static void apply(intptr_t op, void *in, void *inout, int count) {

@@ -58,6 +58,21 @@ int fake_begin(const char *name, struct fake_call **call);
 /* The same for a function that communicates; also finds the communicator. */
 int fake_begin_on(const char *name, MPI_Comm handle, struct fake_call **call, struct comm **comm);
 
+#define TRY(expression)                     \
+  do {                                      \
+    int code_ = (expression);               \
+    if (code_ != MPI_SUCCESS) return code_; \
+  } while (0)
+
+/* Open a function, with `call` as its record; and one that communicates, on `comm` of `handle`. */
+#define CALL(name)        \
+  struct fake_call *call; \
+  TRY(fake_begin("MPI_" #name, &call))
+#define BEGIN(name)       \
+  struct fake_call *call; \
+  struct comm *comm;      \
+  TRY(fake_begin_on("MPI_" #name, handle, &call, &comm))
+
 /* NULL: the handle is not live. */
 struct comm *fake_comm(MPI_Comm handle);
 struct type *fake_type(MPI_Datatype handle);

@@ -5,7 +5,6 @@
 #include <inttypes.h>
 #include <limits.h>
 #include <stdarg.h>
-#include <stdlib.h>
 
 #include "execute/agreement.h"
 #include "observe/watchdog.h"
@@ -179,6 +178,13 @@ ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const
   return memory_handlers(memory)[row_of(operation)](&frame->frame);
 }
 
+ffi_error *run_lists(const char *operation, const struct array in[], int in_count, const struct array out[],
+                     int out_count, const int64_t attributes[]) {
+  struct frame frame;
+  frame_make_lists(&frame, operation, in, in_count, out, out_count, attributes);
+  return frame_call(&frame, operation);
+}
+
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {
   struct frame frame;
   frame_make(&frame, operation, in, out, attributes);
@@ -228,6 +234,47 @@ struct communicator *world(int rank, int size) {
   CHECK_EQUAL(abi->communicator(fake->comm_new(rank, size), NULL, found), 0);
   fake->call_count = calls; /* a test counts its own */
   return *found;
+}
+
+enum { THE_SUM = -99, THE_STATUS };
+const struct usual usuals[USUALS] = {
+    {"barrier", "MPI_Barrier", 0, 0, {0}, "", ""},
+    {"allgather", "MPI_Allgather", 1, 3, {0}, "", ""},
+    {"allreduce", "MPI_Allreduce", 1, 1, {THE_SUM}, "", " SUM"},
+    {"alltoall", "MPI_Alltoall", 3, 3, {0}, "", ""},
+    {"bcast", "MPI_Bcast", 1, 0, {1}, "; root 1", " from root 1"},
+    {"bcast", "MPI_Bcast", 0, 1, {2}, "; root 2", " from root 2"},
+    {"gather", "MPI_Gather", 1, 3, {1}, "; root 1", " to root 1"},
+    {"gather", "MPI_Gather", 1, 0, {2}, "; root 2", " to root 2"},
+    {"reduce", "MPI_Reduce", 1, 1, {THE_SUM, 1}, "; root 1", " SUM to root 1"},
+    {"reduce", "MPI_Reduce", 1, 0, {THE_SUM, 2}, "; root 2", " SUM to root 2"},
+    {"scan", "MPI_Scan", 1, 1, {THE_SUM}, "", " SUM"},
+    {"scatter", "MPI_Scatter", 3, 1, {1}, "; root 1", " from root 1"},
+    {"scatter", "MPI_Scatter", 0, 1, {2}, "; root 2", " from root 2"},
+    {"send", "MPI_Send", 1, 0, {2, 9}, "; dest 2; tag 9", NULL},
+    {"recv", "MPI_Mrecv", 0, 1, {2, THE_STATUS, 9}, "; source 2; tag 9", NULL},
+    {"sendrecv", "MPI_Isend", 1, 1, {0, 9, 5, 2, THE_STATUS}, "; dest 0; recvtag 9; sendtag 5; source 2", NULL},
+};
+
+bool is_usual(const struct usual *usual, const char *operation) { return strcmp(usual->operation, operation) == 0; }
+
+bool reduces(const struct usual *usual) { return usual->attributes[0] == THE_SUM; }
+
+void usual_attributes(const struct usual *usual, void *status, int64_t attributes[6]) {
+  attributes[0] = COMM(world(1, 3));
+  for (int i = 0; i < 5; i++) {
+    int64_t value = usual->attributes[i];
+    attributes[i + 1] = value == THE_SUM ? reduction("SUM") : value == THE_STATUS ? COMM(status) : value;
+  }
+}
+
+ffi_error *run_usual(const struct usual *usual, int dtype, void *in, void *out, int64_t share, void *status) {
+  int64_t attributes[6];
+  struct array arrays[] = {NONE, NONE};
+  usual_attributes(usual, status, attributes);
+  if (usual->in > 0) arrays[0] = usual->in == 1 ? ARRAY(dtype, in, share) : MATRIX(dtype, in, 3, share);
+  if (usual->out > 0) arrays[1] = usual->out == 1 ? ARRAY(dtype, out, share) : MATRIX(dtype, out, 3, share);
+  return run(usual->operation, arrays[0], arrays[1], attributes);
 }
 
 /* --- comparisons, in which the other ranks are played by what follows --- */
@@ -330,6 +377,11 @@ int times_called(const char *function) {
   return count;
 }
 
+void check_envelope(const struct fake_call *call, int peer, int tag) {
+  CHECK_EQUAL(call->peer, peer);
+  CHECK_EQUAL(call->tag, tag);
+}
+
 int communications(void) {
   int count = 0;
   for (int i = 0; i < fake->call_count && i < FAKE_CALLS; i++) count += fake->calls[i].comm != 0;
@@ -353,6 +405,51 @@ bool is_blank(const void *data, size_t from, size_t to) { return all(data, from,
 bool is_zero(const void *data, size_t from, size_t to) { return all(data, from, to, 0); }
 bool is_spoilt(const void *data, size_t to) { return all(data, 0, to, 0xff); }
 
+void for_all(void (*body)(const struct share *)) {
+  static const struct {
+    int rank, size;
+  } places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
+  for (size_t k = 0; k < sizeof places / sizeof *places; k++)
+    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+      FOR_VALUES (int, count, 0, 1, 2, 7) {
+        context("rank %d of %d, %d of %s", places[k].rank, places[k].size, *count, row->name);
+        prepare();
+        body(&(struct share){world(places[k].rank, places[k].size), places[k].rank, places[k].size, row->code, *count,
+                             (size_t)*count * row->bytes});
+      }
+}
+
+/* --- what is said --- */
+
+char caught[8192];
+static FILE *caught_file;
+static int usual_stderr;
+
+void catch_stderr(void) {
+  fflush(stderr);
+  caught_file = tmpfile();
+  usual_stderr = dup(STDERR_FILENO);
+  if (caught_file == NULL || usual_stderr < 0 || dup2(fileno(caught_file), STDERR_FILENO) < 0) abort();
+}
+
+void release_stderr(void) {
+  fflush(stderr);
+  dup2(usual_stderr, STDERR_FILENO);
+  close(usual_stderr);
+  rewind(caught_file);
+  caught[fread(caught, 1, sizeof caught - 1, caught_file)] = '\0';
+  fclose(caught_file);
+  context("what was said: '%s'", caught);
+}
+
+bool is_like(const char *text, const char *pattern, int flags, regmatch_t groups[3]) {
+  regex_t regex;
+  if (regcomp(&regex, pattern, REG_EXTENDED | flags) != 0) return CHECK(false);
+  bool like = regexec(&regex, text, 3, groups, 0) == 0;
+  regfree(&regex);
+  return like;
+}
+
 /* --- the program --- */
 
 static bool open_fake(const char *path) {
@@ -373,13 +470,27 @@ static bool open_fake(const char *path) {
   return true;
 }
 
+static struct test *tests;
+void test_add(struct test *test) {
+  struct test **at = &tests;
+  while (*at != NULL && (*at)->line < test->line) at = &(*at)->next;
+  test->next = *at;
+  *at = test;
+}
+
+__attribute__((weak)) void prepare(void) {}
+__attribute__((weak)) void check_after(void) {}
+
 /* What a test may have left switched on, and what it must not have left behind. */
 static void run_one(const struct test *test) {
-  int before = failures, operations = fake != NULL ? fake->live_operations : 0;
+  int before = failures;
   where[0] = '\0';
   derivative = leaf = 0;
   if (fake != NULL) fake->reset();
+  prepare();
+  int operations = fake != NULL ? fake->live_operations : 0;
   test->run();
+  check_after();
   watchdog_stop(); /* it reads what is put back now */
   compare_off();
   if (fake != NULL) {
@@ -412,15 +523,17 @@ void put(struct numbers *numbers, const int64_t *values, size_t count) {
   numbers->count += count;
 }
 
-int run_tests(int argc, char **argv, const struct test *tests, size_t count) {
+int run_tests(int argc, char **argv) {
   registry_begin(KEY);
   if (argc > 1 && !open_fake(argv[1])) {
     printf("cannot open %s\n", argv[1]);
     return 1;
   }
   int ran = 0;
-  for (size_t i = 0; i < count; i++)
-    if (argc < 3 || strcmp(argv[2], tests[i].name) == 0) run_one(&tests[i]), ran++;
+  for (const struct test *test = tests; test != NULL; test = test->next)
+    if (argc < 3 || strcmp(argv[2], test->name) == 0) run_one(test), ran++;
   printf("%d tests, %d failures\n", ran, failures);
   return failures > 0 || ran == 0;
 }
+
+__attribute__((weak)) int main(int argc, char **argv) { return run_tests(argc, argv); }

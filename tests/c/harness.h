@@ -1,13 +1,18 @@
 /* Shared by the C tests: checks that count failures, call frames, and the fake MPI library under the core.
  *
- * A test program is a table of functions. Each starts with an empty record of calls; after it no MPI object may be
+ * A program runs its functions TEST in the order of their lines; its arguments are the fake library (none: a program
+ * without MPI) and the name of one test. Each test starts with an empty record of calls; after it no MPI object may be
  * left: no derived types, requests, matched or unread messages.
  */
 #ifndef JAXMPI_HARNESS_H
 #define JAXMPI_HARNESS_H
 
+#include <pthread.h>
+#include <regex.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/memory.h"
 #include "core/abi.h"
@@ -15,12 +20,17 @@
 #include "fake_mpi.h"
 
 /* Failures are printed and counted; the test goes on. */
-#define CHECK(condition)           check(condition, #condition, __FILE__, __LINE__)
-#define CHECK_EQUAL(left, right)   check_equal((int64_t)(left), (int64_t)(right), #left, #right, __FILE__, __LINE__)
-#define CHECK_SAME(a, b, bytes)    check_same(a, b, (size_t)(bytes), #a " == " #b, __FILE__, __LINE__)
-#define SUCCEEDS(call)             check_success(call, #call, __FILE__, __LINE__)
-#define FAILS(call, code, ...)     check_failure(call, code, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, __LINE__)
-#define FOR_EACH(type, item, list) for (type item = (list); item < (list) + sizeof(list) / sizeof *(list); item++)
+#define CHECK(condition)                 check(condition, #condition, __FILE__, __LINE__)
+#define CHECK_EQUAL(left, right)         check_equal((int64_t)(left), (int64_t)(right), #left, #right, __FILE__, __LINE__)
+#define CHECK_SAME(a, b, bytes)          check_same(a, b, (size_t)(bytes), #a " == " #b, __FILE__, __LINE__)
+#define SUCCEEDS(call)                   check_success(call, #call, __FILE__, __LINE__)
+#define FAILS(call, code, ...)           check_failure(call, code, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, __LINE__)
+#define FAILS_IF(wrong, call, code, ...) (void)((wrong) ? FAILS(call, code, __VA_ARGS__) : SUCCEEDS(call))
+#define FOR_EACH(type, item, list)       for (type item = (list); item < (list) + sizeof(list) / sizeof *(list); item++)
+#define FOR_VALUES(type, item, ...)                                       \
+  for (const type item##_values[] = {__VA_ARGS__}, *item = item##_values; \
+       item < item##_values + sizeof item##_values / sizeof *item; item++)
+typedef const char *string; /* as a type for FOR_VALUES */
 
 bool check(bool condition, const char *text, const char *file, int line);
 bool check_equal(int64_t left, int64_t right, const char *left_text, const char *right_text, const char *file,
@@ -93,10 +103,27 @@ void frame_make_lists(struct frame *frame, const char *operation, const struct a
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation);
 extern void *xla_stream;
 
-/* frame_make and frame_call. */
+/* frame_make_lists and frame_call. */
+ffi_error *run_lists(const char *operation, const struct array in[], int in_count, const struct array out[],
+                     int out_count, const int64_t attributes[]);
+
+/* The same for one array; first as a program is made, then as it runs. */
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define RUN(operation, in, out, ...) run(operation, in, out, (const int64_t[]){__VA_ARGS__})
 #define COMM(pointer)                registered(pointer)
+
+/* Each operation without a request as rank 1 of 3 may call it: the barrier, the other collectives, messages. */
+enum { USUALS = 16, USUAL_COLLECTIVES = 13 };
+extern const struct usual {
+  const char *operation, *function; /* of MPI, whose calls count */
+  int in, out;                      /* shares of a rank in the operand and in the result; 0: there is none */
+  int64_t attributes[5];            /* behind the communicator */
+  const char *given, *compared;     /* what an error says of the attributes, and a comparison of the call */
+} usuals[USUALS];
+void usual_attributes(const struct usual *usual, void *status, int64_t attributes[6]);
+ffi_error *run_usual(const struct usual *usual, int dtype, void *in, void *out, int64_t share, void *status);
+bool is_usual(const struct usual *usual, const char *operation);
+bool reduces(const struct usual *usual); /* in chunks */
 
 /* The fake library, the copy of the core for it, and its handles. */
 extern struct fake_control *fake;
@@ -118,6 +145,7 @@ struct communicator *world(int rank, int size);
 /* The nth call (from 0) of an MPI function since the last reset; if there is none, a call with an empty name. */
 const struct fake_call *called(const char *function, int nth);
 int times_called(const char *function);
+void check_envelope(const struct fake_call *call, int peer, int tag);
 /* Calls that reached another rank: all except queries and constructors of types. */
 int communications(void);
 
@@ -139,6 +167,14 @@ bool is_blank(const void *data, size_t from, size_t to);
 bool is_zero(const void *data, size_t from, size_t to);
 bool is_spoilt(const void *data, size_t to);
 
+/* Between the two what goes to stderr goes to `caught`, which is the context of failures from then on. */
+extern char caught[8192];
+void catch_stderr(void);
+void release_stderr(void);
+
+/* Whether a text is like an extended regular expression; `flags` of regcomp. */
+bool is_like(const char *text, const char *pattern, int flags, regmatch_t groups[3]);
+
 /* Random numbers below `below`, by xorshift64*: the same in each run, from the state that a test sets. */
 extern uint64_t draw_state;
 uint32_t draw(uint32_t below);
@@ -155,13 +191,39 @@ void put(struct numbers *numbers, const int64_t *values, size_t count);
 struct test {
   const char *name;
   void (*run)(void);
+  int line;
+  struct test *next;
 };
-#define TEST(function) {#function, function}
+void test_add(struct test *test);
+#define TEST_AT(line, name)                                   \
+  static void name(void);                                     \
+  __attribute__((constructor)) static void add_##name(void) { \
+    static struct test test = {#name, name, line, NULL};      \
+    test_add(&test);                                          \
+  }                                                           \
+  static void name(void)
+#define TEST(name)       TEST_AT(__LINE__, name)
+#define TEST_FIRST(name) TEST_AT(0, name)
 
-/* Opens the fake library argv[1] (none: a program without MPI) and runs the tests, or only argv[2]. Returns the exit
- * status. */
-int run_tests(int argc, char **argv, const struct test *tests, size_t count);
-#define MAIN(tests) \
-  int main(int argc, char **argv) { return run_tests(argc, argv, tests, sizeof(tests) / sizeof *(tests)); }
+/* A program may have these: before each test, and after it. */
+void prepare(void);
+void check_after(void);
+
+/* Tests that a function runs in several ways. The other macro: for all places in communicators, types and counts of one
+ * rank's share, by for_all or by a function that calls it. */
+struct share {
+  const struct communicator *comm;
+  int rank, size, dtype, count;
+  size_t bytes; /* of `count` elements */
+};
+void for_all(void (*body)(const struct share *));
+#define TEST_THROUGH(runner, name, parameter) \
+  static void name##_body(parameter);         \
+  TEST(name) { runner(name##_body); }         \
+  static void name##_body(parameter)
+#define TEST_OF(runner, name) TEST_THROUGH(runner, name, const struct share *s)
+
+/* Runs the tests on the fake library argv[1]. Returns the exit status. */
+int run_tests(int argc, char **argv);
 
 #endif

@@ -1,12 +1,10 @@
 /* What all layers use: texts that are put together, and the hash. */
-#include <stdlib.h>
-
 #include "base/hash.h"
 #include "base/text.h"
 #include "harness.h"
 
 /* A text in an array is cut at the end of that, wherever a piece of it begins. */
-static void a_text_in_an_array_is_cut(void) {
+TEST(a_text_in_an_array_is_cut) {
   static const char whole[] = "0123456789";
   for (size_t size = 1; size < 16; size++)
     for (size_t first = 0; first <= 10; first++) {
@@ -26,7 +24,7 @@ static void a_text_in_an_array_is_cut(void) {
 }
 
 /* A text that grows has all of it, as one that snprintf writes at once. */
-static void a_text_grows(void) {
+TEST(a_text_grows) {
   struct text text = {.grows = true};
   char right[1 << 14];
   size_t length = 0;
@@ -53,17 +51,10 @@ static void a_text_grows(void) {
 }
 
 /* By the published values of FNV-1a. */
-static void the_hash_is_fnv_1a(void) {
+TEST(the_hash_is_fnv_1a) {
   uint64_t hash = HASH_START;
   CHECK(hash == UINT64_C(0xcbf29ce484222325));
   for (const char *c = "foobar"; *c != '\0'; c++) hash = hash_add(hash, *c);
   CHECK(hash == UINT64_C(0x85944171f73967e8));
   CHECK(hash_fold(UINT64_C(0xf0f0f0f000000001), 32) == UINT64_C(0xf0f0f0f0f0f0f0f1));
 }
-
-static const struct test tests[] = {
-    TEST(a_text_in_an_array_is_cut),
-    TEST(a_text_grows),
-    TEST(the_hash_is_fnv_1a),
-};
-MAIN(tests)

@@ -6,47 +6,9 @@
 #include "harness.h"
 
 enum { N = 7, PLACE = 1, SIZE = 3, ROOM = 512 };
-static _Alignas(16) unsigned char in[ROOM], out[ROOM], usual[ROOM];
+static _Alignas(16) unsigned char in[ROOM], out[ROOM], uncompared[ROOM];
 
-/* Every collective as rank 1 of 3 may call it, and how it is described. */
-static const struct {
-  const char *operation;
-  bool root; /* this rank is, where there is one; otherwise rank 2 */
-  const char *function, *text;
-} cases[] = {
-    {"allgather", true, "MPI_Allgather", "allgather of 7 float32 (a value)"},
-    {"allreduce", true, "MPI_Allreduce", "allreduce SUM of 7 float32 (a value)"},
-    {"alltoall", true, "MPI_Alltoall", "alltoall of 21 float32 (a value)"},
-    {"barrier", true, "MPI_Barrier", "barrier; "},
-    {"bcast", true, "MPI_Bcast", "bcast from root 1 of 7 float32 (a value)"},
-    {"bcast", false, "MPI_Bcast", "bcast from root 2 of 7 float32 (a value)"},
-    {"gather", true, "MPI_Gather", "gather to root 1 of 7 float32 (a value)"},
-    {"gather", false, "MPI_Gather", "gather to root 2 of 7 float32 (a value)"},
-    {"reduce", true, "MPI_Reduce", "reduce SUM to root 1 of 7 float32 (a value)"},
-    {"reduce", false, "MPI_Reduce", "reduce SUM to root 2 of 7 float32 (a value)"},
-    {"scan", true, "MPI_Scan", "scan SUM of 7 float32 (a value)"},
-    {"scatter", true, "MPI_Scatter", "scatter from root 1 of 7 float32 (a value)"},
-    {"scatter", false, "MPI_Scatter", "scatter from root 2 of 7 float32 (a value)"},
-};
-enum { CASES = sizeof cases / sizeof *cases };
-
-static bool is(size_t i, const char *operation) { return strcmp(cases[i].operation, operation) == 0; }
-
-static ffi_error *run_case(size_t i) {
-  const char *operation = cases[i].operation;
-  int root = cases[i].root ? PLACE : 2;
-  int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM");
-  struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
-  struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
-  if (is(i, "allgather")) return RUN(operation, one, results, comm);
-  if (is(i, "alltoall")) return RUN(operation, all, results, comm);
-  if (is(i, "barrier")) return RUN(operation, NONE, NONE, comm);
-  if (is(i, "bcast")) return RUN(operation, cases[i].root ? one : NONE, cases[i].root ? NONE : result, comm, root);
-  if (is(i, "gather")) return RUN(operation, one, cases[i].root ? results : NONE, comm, root);
-  if (is(i, "reduce")) return RUN(operation, one, cases[i].root ? result : NONE, comm, sum, root);
-  if (is(i, "scatter")) return RUN(operation, cases[i].root ? all : NONE, result, comm, root);
-  return RUN(operation, one, result, comm, sum);
-}
+#define FOR_COLLECTIVES(usual) for (const struct usual *usual = usuals; usual < usuals + USUAL_COLLECTIVES; usual++)
 
 /* --- the other ranks --- */
 
@@ -71,7 +33,12 @@ static void odd(int rank, void *data) {
   memcpy((char *)data + odd_at, &told, sizeof told);
 }
 
-static void prepare(void (*others)(int, void *)) {
+static ffi_error *run_case(const struct usual *usual) {
+  context("%s, case %d, number %zu and %lld", usual->operation, (int)(usual - usuals), odd_at / 8, (long long)odd_by);
+  return run_usual(usual, F32, in, out, N, NULL);
+}
+
+static void prepare_others(void (*others)(int, void *)) {
   fake->reset();
   fill(in, ROOM);
   blank(out, ROOM);
@@ -80,29 +47,28 @@ static void prepare(void (*others)(int, void *)) {
 
 /* --- ranks that do the same --- */
 
-static void what_is_alike_is_done(void) {
-  for (size_t i = 0; i < CASES; i++) {
-    context("%s, case %zu", cases[i].operation, i);
-    prepare(alike);
+TEST(what_is_alike_is_done) {
+  FOR_COLLECTIVES (usual) {
+    prepare_others(alike);
     atomic_store(&world(PLACE, SIZE)->to_compare, 0);
-    SUCCEEDS(run_case(i));
+    SUCCEEDS(run_case(usual));
     CHECK_EQUAL(questions, 0);
-    memcpy(usual, out, ROOM);
-    prepare(alike);
-    SUCCEEDS(run_case(i));
+    memcpy(uncompared, out, ROOM);
+    prepare_others(alike);
+    SUCCEEDS(run_case(usual));
     CHECK_EQUAL(questions, 1);
     CHECK_EQUAL(communications(), 1);
-    CHECK_EQUAL(times_called(cases[i].function), 1);
-    CHECK_SAME(out, usual, ROOM);
+    CHECK_EQUAL(times_called(usual->function), 1);
+    CHECK_SAME(out, uncompared, ROOM);
   }
 }
 
 /* A number for each communicator; each kind of value; what differs between ranks in any case is not told. */
-static void what_is_told(void) {
+TEST(what_is_told) {
   struct communicator *comm = world(2, 4), *other = world(PLACE, SIZE);
   odd_at = offsetof(struct record, count), odd_by = 1;
   odd_rank = 1;
-  prepare(odd);
+  prepare_others(odd);
   compare_on(comm, INT64_MAX, odd);
   uint64_t before = atomic_load(&comm->compared);
   for (derivative = 0; derivative < 4; derivative++) {
@@ -128,10 +94,10 @@ static void what_is_told(void) {
   odd_rank = 2;
 }
 
-static void messages_are_not_compared(void) {
+TEST(messages_are_not_compared) {
   int64_t comm = COMM(world(PLACE, SIZE));
   static bool nothing[1];
-  prepare(odd);
+  prepare_others(odd);
   SUCCEEDS(RUN("send", ARRAY(F32, in, N), NONE, comm, 2, 9));
   fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, 4 * N);
   SUCCEEDS(RUN("recv", NONE, ARRAY(F32, out, N), comm, 2, 0, 9));
@@ -142,17 +108,17 @@ static void messages_are_not_compared(void) {
 }
 
 /* A call in chunks is compared once, with all that it passes. */
-static void chunks_are_compared_once(void) {
+TEST(chunks_are_compared_once) {
   enum { COUNT = 5 * LEAST_CHUNK / 4 };
   static float large[COUNT], result[COUNT];
   struct communicator *comm = world(PLACE, SIZE);
   comm->chunk = LEAST_CHUNK;
-  prepare(alike);
+  prepare_others(alike);
   SUCCEEDS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")));
   CHECK_EQUAL(questions, 1);
   CHECK_EQUAL(times_called("MPI_Allreduce"), 5);
   odd_at = offsetof(struct record, count), odd_by = 1;
-  prepare(odd);
+  prepare_others(odd);
   FAILS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")),
         FFI_FAILED_PRECONDITION, "of 5120 float32", "of 5121 float32");
   CHECK_EQUAL(communications(), 0);
@@ -161,9 +127,9 @@ static void chunks_are_compared_once(void) {
 
 /* --- only the first calls --- */
 
-static void only_the_first_calls_are_compared(void) {
+TEST(only_the_first_calls_are_compared) {
   struct communicator *comm = world(PLACE, SIZE);
-  prepare(alike);
+  prepare_others(alike);
   compare_on(comm, 3, alike);
   for (int i = 0; i < 5; i++) SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
   CHECK_EQUAL(questions, 3);
@@ -171,12 +137,12 @@ static void only_the_first_calls_are_compared(void) {
 }
 
 /* To MPI what a collective is of makes no difference. */
-static void what_it_is_of_may_differ_then(void) {
+TEST(what_it_is_of_may_differ_then) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t first[2];
   for (int i = 0; i < 2; i++) {
     derivative = i;
-    prepare(alike);
+    prepare_others(alike);
     compare_on(comm, 3, alike);
     comm->history = 0, atomic_store(&comm->compared, 0);
     SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
@@ -186,14 +152,14 @@ static void what_it_is_of_may_differ_then(void) {
 }
 
 /* Ranks that never ask cost patience, and nothing else. */
-static void ranks_that_do_not_ask_are_left(void) {
+TEST(ranks_that_do_not_ask_are_left) {
   struct communicator *comm = world(PLACE, SIZE);
   static const enum absence absences[] = {LATE_RANKS, LEFT_RANKS, STOPPED_RANKS};
   double before = compare_patience;
   compare_patience = 0.02;
   for (size_t i = 0; i < 3; i++) {
     context("absence %d", absences[i]);
-    prepare(odd);
+    prepare_others(odd);
     compare_on(comm, 100, odd);
     absence = absences[i];
     comm->in_vain = absences[i] == LATE_RANKS ? 1 : 0; /* the second and the third in vain */
@@ -206,9 +172,9 @@ static void ranks_that_do_not_ask_are_left(void) {
 }
 
 /* A difference that one call has not found is found by the next. */
-static void what_was_missed_is_found_later(void) {
+TEST(what_was_missed_is_found_later) {
   struct communicator *comm = world(PLACE, SIZE);
-  prepare(alike);
+  prepare_others(alike);
   compare_on(comm, 100, alike);
   absence = LEFT_RANKS;
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
@@ -221,20 +187,24 @@ static void what_was_missed_is_found_later(void) {
 
 /* --- ranks that differ --- */
 
-static void any_difference_is_an_error(void) {
-  static const int64_t by[] = {1, -1, 1000, INT32_MAX, -(1ll << 40)};
-  for (size_t i = 0; i < CASES; i++)
+TEST(any_difference_is_an_error) {
+  FOR_COLLECTIVES (usual)
     for (odd_at = 0; odd_at < sizeof(struct record); odd_at += sizeof(int64_t))
-      FOR_EACH (const int64_t *, change, by) {
-        context("%s, case %zu, number %zu and %lld", cases[i].operation, i, odd_at / 8, (long long)*change);
+      FOR_VALUES (int64_t, change, 1, -1, 1000, INT32_MAX, -(1ll << 40)) {
+        char text[64] = "barrier; ";
+        if (!is_usual(usual, "barrier"))
+          snprintf(text, sizeof text, "%s%s of %d float32 (a value)", usual->operation, usual->compared,
+                   is_usual(usual, "alltoall") ? SIZE * N : N);
         odd_by = *change;
-        prepare(odd);
-        FAILS(run_case(i), FFI_FAILED_PRECONDITION, "jaxmpi.", cases[i].operation,
-              " on rank 1 of 3: the ranks differ: this is call ", cases[i].text, "; rank 2 ", "Nothing of it was sent");
+        runtime.serialize = odd_by == 1;
+        prepare_others(odd);
+        FAILS(run_case(usual), FFI_FAILED_PRECONDITION, "jaxmpi.", usual->operation,
+              " on rank 1 of 3: the ranks differ: this is call ", text, "; rank 2 ", "Nothing of it was sent");
         CHECK_EQUAL(communications(), 0);
         CHECK_EQUAL(questions, 1);
         CHECK_EQUAL(tellings, SIZE);
         CHECK(is_blank(out, 0, ROOM));
+        if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
       }
 }
 
@@ -245,38 +215,38 @@ static void at_another_line(int rank, void *data) {
 }
 
 /* Two arrays of 3 and 4 elements, which rank 2 has the other way round: what it tells has another hash. */
-static void joined_arrays_are_compared(void) {
+TEST(joined_arrays_are_compared) {
   struct array arrays[4] = {ARRAY(F32, in, 3), ARRAY(F32, in + 16, 4), ARRAY(F32, out, 3), ARRAY(F32, out + 16, 4)};
   int64_t attributes[] = {COMM(world(PLACE, SIZE)), reduction("SUM")};
   struct frame frame;
   frame_make_lists(&frame, "allreduce", arrays, 2, arrays + 2, 2, attributes);
   odd_at = offsetof(struct record, sizes), odd_by = 1;
-  prepare(odd);
+  prepare_others(odd);
   FAILS(frame_call(&frame, "allreduce"), FFI_FAILED_PRECONDITION, "allreduce SUM of 7 float32 in 2 arrays (a value)",
         "; rank 2 calls allreduce SUM of 7 float32 in 2 arrays (a value) of other sizes");
   CHECK_EQUAL(mine.count, 7);
   CHECK_EQUAL(mine.arrays, 2);
   struct record first = mine;
   frame_make_lists(&frame, "allreduce", (struct array[]){arrays[1], arrays[0]}, 2, arrays + 2, 2, attributes);
-  prepare(odd);
+  prepare_others(odd);
   FAILS(frame_call(&frame, "allreduce"), FFI_FAILED_PRECONDITION, "");
   CHECK(mine.sizes != first.sizes);
 }
 
-static void lines_are_told(void) {
+TEST(lines_are_told) {
   int64_t attributes[] = {COMM(world(PLACE, SIZE)), 0, reduction("SUM")};
   odd_at = offsetof(struct record, count), odd_by = 1, mine.call = 0;
   CHECK(call_site_add(ROW_allreduce, attributes, F32, N, "here.py:3 (f)"));
-  prepare(at_another_line);
+  prepare_others(at_another_line);
   FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), attributes[0], attributes[2]), FFI_FAILED_PRECONDITION,
         "allreduce SUM of 7 float32 (a value) called at here.py:3 (f); rank 2 calls allreduce SUM of 8 float32 (a "
         "value) called at there.py:5 (g). Nothing of it was sent");
 }
 
 /* As where jax.vmap maps an array on some ranks alone. */
-static void a_batch_on_some_ranks_is_named(void) {
+TEST(a_batch_on_some_ranks_is_named) {
   odd_at = offsetof(struct record, count), odd_by = N;
-  prepare(odd);
+  prepare_others(odd);
   FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(PLACE, SIZE)), reduction("SUM")),
         FFI_FAILED_PRECONDITION, "sent. What jax.vmap maps on one rank must be mapped on all");
 }
@@ -296,7 +266,7 @@ static void tells_other(int rank, void *data) {
   if (rank == 2) memcpy(data, &told, sizeof told);
 }
 
-static void both_are_named(void) {
+TEST(both_are_named) {
   struct array one = ARRAY(F64, in, 3), result = ARRAY(F64, out, 3);
   struct {
     struct record record;
@@ -312,7 +282,7 @@ static void both_are_named(void) {
       {{0, 99, 77, 1ll << 50, 1ll << 50, 1ll << 34, 3, 0, 0}, "rank 2 calls an unknown operation."},
   };
   for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
-    prepare(tells_other);
+    prepare_others(tells_other);
     other = others[i].record;
     FAILS(RUN("allreduce", one, result, COMM(world(PLACE, SIZE)), reduction("SUM")), FFI_FAILED_PRECONDITION,
           "on this communicator: allreduce SUM of 3 float64 (a value); rank 2 ", others[i].text,
@@ -321,41 +291,10 @@ static void both_are_named(void) {
 }
 
 /* Half-precision sums are operations of ours. */
-static void reductions_of_ours_are_named(void) {
+TEST(reductions_of_ours_are_named) {
   struct reduction *made = reduction_add(operation_handle("PROD"), REDUCER_OURS, "SUM of float16");
   odd_at = offsetof(struct record, count), odd_by = 1;
-  prepare(odd);
+  prepare_others(odd);
   FAILS(RUN("allreduce", ARRAY(F16, in, N), ARRAY(F16, out, N), COMM(world(PLACE, SIZE)), made->number),
         FFI_FAILED_PRECONDITION, ": allreduce SUM of 7 float16 (a value); rank 2 calls allreduce SUM of 8 float16");
 }
-
-static void locks_are_given_back(void) {
-  runtime.serialize = true;
-  odd_at = 0, odd_by = 1;
-  for (size_t i = 0; i < CASES; i++) {
-    context("%s, case %zu", cases[i].operation, i);
-    prepare(odd);
-    FAILS(run_case(i), FFI_FAILED_PRECONDITION, "the ranks differ");
-    if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
-  }
-}
-
-static const struct test tests[] = {
-    TEST(what_is_alike_is_done),
-    TEST(what_is_told),
-    TEST(messages_are_not_compared),
-    TEST(chunks_are_compared_once),
-    TEST(only_the_first_calls_are_compared),
-    TEST(what_it_is_of_may_differ_then),
-    TEST(ranks_that_do_not_ask_are_left),
-    TEST(what_was_missed_is_found_later),
-    TEST(any_difference_is_an_error),
-    TEST(lines_are_told),
-    TEST(a_batch_on_some_ranks_is_named),
-    TEST(joined_arrays_are_compared),
-    TEST(both_are_named),
-    TEST(reductions_of_ours_are_named),
-    TEST(locks_are_given_back),
-};
-
-MAIN(tests)

@@ -1,7 +1,6 @@
 /* Arrays divided by counts of rows: what each rank sends and receives, counts that are impossible, results that are too
  * small, and counts beyond an int. */
 #include <limits.h>
-#include <stdlib.h>
 
 #include "execute/compare.h"
 #include "core/failure.h"
@@ -55,9 +54,7 @@ static ffi_error *run_it(void) {
   if (is("reduce_scatterv")) attributes[at++] = reduction("SUM");
   if (has_root()) attributes[at++] = c.root;
   attributes[at] = c.row;
-  struct frame frame;
-  frame_make_lists(&frame, c.operation, arrays, count, &to, writes(), attributes);
-  return frame_call(&frame, c.operation);
+  return run_lists(c.operation, arrays, count, &to, writes(), attributes);
 }
 
 static void draw_case(size_t which) {
@@ -103,7 +100,7 @@ static void expect(void) {
   }
 }
 
-static void parts_follow_each_other(void) {
+TEST(parts_follow_each_other) {
   static const int64_t limits[] = {INT_MAX, 1, 3};
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 3000; turn++) {
@@ -130,7 +127,7 @@ static bool draw_without_room(size_t which, int turn) {
 }
 
 /* Too little room on this rank: MPI is called as on the others, and nothing is written. */
-static void a_result_that_is_too_small_stays_as_it_was(void) {
+TEST(a_result_that_is_too_small_stays_as_it_was) {
   int met = 0;
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 300; turn++) {
@@ -147,7 +144,7 @@ static void a_result_that_is_too_small_stays_as_it_was(void) {
 }
 
 /* Of a pytree the last array tells of the first for which there was no room, or one that cannot be communicated. */
-static void a_pytree_of_which_one_has_no_room_is_received(void) {
+TEST(a_pytree_of_which_one_has_no_room_is_received) {
   int met = 0;
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 300; turn++) {
@@ -183,7 +180,7 @@ static void a_pytree_of_which_one_has_no_room_is_received(void) {
   CHECK(met > 500);
 }
 
-static void impossible_counts_are_an_error_on_all_ranks(void) {
+TEST(impossible_counts_are_an_error_on_all_ranks) {
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 200; turn++) {
       draw_state = 5 + 200 * which + (uint64_t)turn;
@@ -209,7 +206,7 @@ static void impossible_counts_are_an_error_on_all_ranks(void) {
     }
 }
 
-static void errors_of_mpi_leave_nothing_behind(void) {
+TEST(errors_of_mpi_leave_nothing_behind) {
   static const char *const more[] = {"MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit", "MPI_Reduce"};
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (size_t k = 0; k <= sizeof more / sizeof *more; k++)
@@ -230,7 +227,7 @@ static void errors_of_mpi_leave_nothing_behind(void) {
 /* The counts of the other ranks, as compare_counts asks for them: this rank's are right. */
 static void told(int rank, void *data) { (void)rank, (void)data; }
 
-static void counts_are_compared_with_what_is_sent(void) {
+TEST(counts_are_compared_with_what_is_sent) {
   c.operation = "alltoallv", c.size = 3, c.rank = 1, c.dtype = F32, c.row = 1, c.width = 4;
   int32_t sent[] = {2, 1, 3};
   memcpy(c.sent, sent, sizeof sent);
@@ -251,14 +248,3 @@ static void counts_are_compared_with_what_is_sent(void) {
   }
   fake->others = NULL;
 }
-
-static const struct test tests[] = {
-    TEST(parts_follow_each_other),
-    TEST(a_result_that_is_too_small_stays_as_it_was),
-    TEST(a_pytree_of_which_one_has_no_room_is_received),
-    TEST(impossible_counts_are_an_error_on_all_ranks),
-    TEST(errors_of_mpi_leave_nothing_behind),
-    TEST(counts_are_compared_with_what_is_sent),
-};
-
-MAIN(tests)

@@ -5,126 +5,81 @@ enum { N = 7, PLACE = 1, SIZE = 3, ROOM = 512, CODE = 77 };
 static _Alignas(16) unsigned char in[ROOM], out[ROOM];
 static unsigned char status[64];
 
-/* Every operation as rank 1 of 3 may call it, with the functions that it calls on the way. */
-enum part { ON_ROOT, ELSEWHERE };
-static const struct {
-  const char *operation;
-  enum part part;
-  const char *function; /* that the text names */
-  const char *given;    /* what the text says of the arguments */
-  const char *calls[6]; /* that may fail with counts of an int */
-} cases[] = {
-    {"allgather", ON_ROOT, "MPI_Allgather", "; in 7 of float32; out 21 of float32", {"MPI_Allgather"}},
-    {"allreduce", ON_ROOT, "MPI_Allreduce", "; in 7 of float32; out 7 of float32", {"MPI_Allreduce"}},
-    {"alltoall", ON_ROOT, "MPI_Alltoall", "; in 21 of float32; out 21 of float32", {"MPI_Alltoall"}},
-    {"barrier", ON_ROOT, "MPI_Barrier", "", {"MPI_Barrier"}},
-    {"bcast", ON_ROOT, "MPI_Bcast", "; root 1; in 7 of float32", {"MPI_Bcast"}},
-    {"bcast", ELSEWHERE, "MPI_Bcast", "; root 2; out 7 of float32", {"MPI_Bcast"}},
-    {"gather", ON_ROOT, "MPI_Gather", "; root 1; in 7 of float32; out 21 of float32", {"MPI_Gather"}},
-    {"gather", ELSEWHERE, "MPI_Gather", "; root 2; in 7 of float32", {"MPI_Gather"}},
-    {"recv", ON_ROOT, "MPI_Recv", "; source 2; tag 9; out 7 of float32", {"MPI_Mprobe", "MPI_Mrecv"}},
-    {"reduce", ON_ROOT, "MPI_Reduce", "; root 1; in 7 of float32; out 7 of float32", {"MPI_Reduce"}},
-    {"reduce", ELSEWHERE, "MPI_Reduce", "; root 2; in 7 of float32", {"MPI_Reduce"}},
-    {"scan", ON_ROOT, "MPI_Scan", "; in 7 of float32; out 7 of float32", {"MPI_Scan"}},
-    {"scatter", ON_ROOT, "MPI_Scatter", "; root 1; in 21 of float32; out 7 of float32", {"MPI_Scatter"}},
-    {"scatter", ELSEWHERE, "MPI_Scatter", "; root 2; out 7 of float32", {"MPI_Scatter"}},
-    {"send", ON_ROOT, "MPI_Send", "; dest 2; tag 9; in 7 of float32", {"MPI_Send"}},
-    {"sendrecv",
-     ON_ROOT,
-     "MPI_Sendrecv",
-     "; dest 0; recvtag 9; sendtag 5; source 2; in 7 of float32; out 7 of float32",
-     {"MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"}},
-};
-enum { CASES = sizeof cases / sizeof *cases };
-
-static const char *name_of(size_t i) { return cases[i].operation; }
-static bool is(size_t i, const char *operation) { return strcmp(name_of(i), operation) == 0; }
-
-static ffi_error *run_case(size_t i) {
-  bool mine = cases[i].part == ON_ROOT;
-  int root = mine ? PLACE : 2;
-  int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM");
-  struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
-  struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
-  if (is(i, "allgather")) return RUN("allgather", one, results, comm);
-  if (is(i, "allreduce")) return RUN("allreduce", one, result, comm, sum);
-  if (is(i, "alltoall")) return RUN("alltoall", all, results, comm);
-  if (is(i, "barrier")) return RUN("barrier", NONE, NONE, comm);
-  if (is(i, "bcast")) return RUN("bcast", mine ? one : NONE, mine ? NONE : result, comm, root);
-  if (is(i, "gather")) return RUN("gather", one, mine ? results : NONE, comm, root);
-  if (is(i, "recv")) return RUN("recv", NONE, result, comm, 2, COMM(status), 9);
-  if (is(i, "reduce")) return RUN("reduce", one, mine ? result : NONE, comm, sum, root);
-  if (is(i, "scan")) return RUN("scan", one, result, comm, sum);
-  if (is(i, "scatter")) return RUN("scatter", mine ? all : NONE, result, comm, root);
-  if (is(i, "send")) return RUN("send", one, NONE, comm, 2, 9);
-  return RUN("sendrecv", one, result, comm, 0, 9, 5, 2, COMM(status));
+/* The functions of MPI on the way that may fail with counts of an int. */
+static const char *const *calls_of(const struct usual *usual) {
+  static const char *one[2] = {NULL, NULL};
+  static const char *const receiving[] = {"MPI_Mprobe", "MPI_Mrecv", NULL};
+  static const char *const both[] = {"MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait", NULL};
+  one[0] = usual->function;
+  return is_usual(usual, "recv") ? receiving : is_usual(usual, "sendrecv") ? both : one;
 }
 
-/* Lets the nth call of `function` fail in case `i`. */
-static void fail_in(size_t i, const char *function, int nth) {
-  context("%s, case %zu, failing %s number %d", name_of(i), i, function, nth);
+static ffi_error *run_case(const struct usual *usual) { return run_usual(usual, F32, in, out, N, status); }
+
+static void prepare_case(const struct usual *usual) {
   fake->reset();
   fill(in, ROOM);
   blank(status, sizeof status);
-  if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(PLACE, SIZE)->handle, 2, 9, out, 4 * N);
+  if (strstr(usual->operation, "recv") != NULL) fake->deliver(world(PLACE, SIZE)->handle, 2, 9, out, 4 * N);
+}
+
+/* Lets the nth call of `function` fail. */
+static void fail_in(const struct usual *usual, const char *function, int nth) {
+  context("%s, case %d, failing %s number %d", usual->operation, (int)(usual - usuals), function, nth);
+  prepare_case(usual);
   fake->fail(function, nth, CODE);
-  bool of_type = strncmp(function, "MPI_Type", 8) == 0; /* which is made for the operation's own function */
-  FAILS(run_case(i), FFI_INTERNAL, "jaxmpi.", name_of(i), " on rank 1 of 3: ", of_type ? cases[i].function : function,
-        " failed: ", "the fake's text for 77", cases[i].given);
-  CHECK_EQUAL(fake->live_types, 0);
-  CHECK_EQUAL(fake->live_requests, 0);
+  const char *told = strncmp(function, "MPI_Type", 8) != 0 ? function
+                     : is_usual(usual, "sendrecv")         ? "MPI_Sendrecv"
+                                                           : usual->function; /* for which the type is made */
+  char given[128], part[2][32] = {"", ""};
+  if (usual->in > 0) snprintf(part[0], sizeof part[0], "; in %d of float32", N * usual->in);
+  if (usual->out > 0) snprintf(part[1], sizeof part[1], "; out %d of float32", N * usual->out);
+  snprintf(given, sizeof given, "%s%s%s", usual->given, part[0], part[1]);
+  FAILS(run_case(usual), FFI_INTERNAL, "jaxmpi.", usual->operation, " on rank 1 of 3: ", told,
+        " failed: ", "the fake's text for 77", given);
+  CHECK_EQUAL(fake->live_types + fake->live_requests, 0);
   CHECK(is_blank(status, 0, sizeof status) || strcmp(function, "MPI_Wait") == 0);
 }
 
-static void each_operation_reports(void) {
-  for (size_t i = 0; i < CASES; i++)
-    for (int k = 0; cases[i].calls[k] != NULL; k++) {
-      fail_in(i, cases[i].calls[k], 1);
+TEST(each_operation_reports) {
+  FOR_EACH (const struct usual *, usual, usuals)
+    for (const char *const *function = calls_of(usual); *function != NULL; function++) {
+      runtime.max_count = INT32_MAX;
+      fail_in(usual, *function, 1);
       CHECK_EQUAL(fake->live_matched, 0);
-      fake->reset();
-      if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(PLACE, SIZE)->handle, 2, 9, out, 4 * N);
-      SUCCEEDS(run_case(i)); /* the next call works */
+      prepare_case(usual);
+      SUCCEEDS(run_case(usual)); /* the next call works */
+      runtime.max_count = 3;     /* also with a type, which is given back */
+      fail_in(usual, *function, 1);
     }
 }
 
 /* The first, a middle and the last chunk of a reduction that is too long for one call. */
-static void each_chunk_of_a_reduction_reports(void) {
+TEST(each_chunk_of_a_reduction_reports) {
   runtime.max_count = 3;
-  for (size_t i = 0; i < CASES; i++) {
-    if (!is(i, "allreduce") && !is(i, "reduce") && !is(i, "scan")) continue;
-    for (int nth = 1; nth <= 3; nth++) {
-      fail_in(i, cases[i].function, nth);
-      CHECK_EQUAL(times_called(cases[i].function), nth); /* and no further chunk */
+  FOR_EACH (const struct usual *, usual, usuals)
+    for (int nth = 1; nth <= 3 && reduces(usual); nth++) {
+      fail_in(usual, usual->function, nth);
+      CHECK_EQUAL(times_called(usual->function), nth); /* and no further chunk */
     }
-  }
 }
 
 /* Making the type that spans a long vector; where one is made, it is given back. */
-static void making_a_type_reports(void) {
-  static const char *const makers[] = {"MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit"};
+TEST(making_a_type_reports) {
   runtime.max_count = 3;
-  for (size_t i = 0; i < CASES; i++) {
-    if (is(i, "allreduce") || is(i, "reduce") || is(i, "scan") || is(i, "barrier") || is(i, "recv")) continue;
-    FOR_EACH (const char *const *, maker, makers) {
-      fail_in(i, *maker, 1);
+  FOR_EACH (const struct usual *, usual, usuals) {
+    if (reduces(usual) || is_usual(usual, "barrier") || is_usual(usual, "recv")) continue;
+    FOR_VALUES (string, maker, "MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit") {
+      fail_in(usual, *maker, 1);
       CHECK_EQUAL(communications(), 0);
     }
-    fake->reset();
   }
-}
-
-/* Communication that fails after a type was made. */
-static void a_type_is_given_back_after_an_error(void) {
-  runtime.max_count = 3;
-  for (size_t i = 0; i < CASES; i++)
-    for (int k = 0; cases[i].calls[k] != NULL; k++) fail_in(i, cases[i].calls[k], 1);
   fake->reset();
 }
 
 /* Refusing a message takes it off the channel, which may fail too. */
-static void refusing_a_message_can_fail(void) {
-  static const char *const functions[] = {"MPI_Mrecv", "MPI_Get_count"};
-  FOR_EACH (const char *const *, function, functions) {
+TEST(refusing_a_message_can_fail) {
+  FOR_VALUES (string, function, "MPI_Mrecv", "MPI_Get_count") {
     fake->reset();
     fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, 4 * N + 4);
     fake->fail(*function, 1, CODE);
@@ -135,7 +90,7 @@ static void refusing_a_message_can_fail(void) {
 }
 
 /* What a wrong rank, root, tag or handle gives is MPI's own error. */
-static void mpi_judges_the_arguments(void) {
+TEST(mpi_judges_the_arguments) {
   int64_t comm = COMM(world(PLACE, SIZE));
   FAILS(RUN("bcast", NONE, ARRAY(F32, out, N), comm, 3), FFI_INTERNAL, "MPI_Bcast failed: the fake's text for 8",
         "root 3");
@@ -150,23 +105,23 @@ static void mpi_judges_the_arguments(void) {
 }
 
 /* An error must not keep the lock. */
-static void the_lock_is_released_after_an_error(void) {
+TEST(the_lock_is_released_after_an_error) {
   runtime.serialize = true;
-  for (size_t i = 0; i < CASES; i++) {
-    fail_in(i, cases[i].calls[0], 1);
+  FOR_EACH (const struct usual *, usual, usuals) {
+    fail_in(usual, *calls_of(usual), 1);
     if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
   }
   fake->reset();
 }
 
-static void a_text_longer_than_the_room_is_cut(void) {
+TEST(a_text_longer_than_the_room_is_cut) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t big = INT64_MIN; /* as many characters as a number can have */
   FAILS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(comm), big + 9, big, big, big, 0), FFI_INTERNAL,
         "source -9223372036854775808; in 7 of float32; out 7 of float32");
 }
 
-static void a_difference_is_an_error_that_quotes_the_text(void) {
+TEST(a_difference_is_an_error_that_quotes_the_text) {
   struct communicator *comm = world(PLACE, SIZE);
   static char text[] = "they differ, at model.py:7 (100% of loss)";
   static bool differs[N];
@@ -193,7 +148,7 @@ static void check_unknown(ffi_error *error, const char *attribute) {
   CHECK_EQUAL(fake->call_count, 0);
 }
 
-static void an_object_of_another_process_is_refused(void) {
+TEST(an_object_of_another_process_is_refused) {
   static char text[] = "they differ, at model.py:7 (100% of loss)";
   static bool differs[1] = {true};
   int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM"), state = COMM(status), line = COMM(text);
@@ -211,25 +166,21 @@ static void an_object_of_another_process_is_refused(void) {
   }
 }
 
-static void an_unknown_number_is_refused(void) {
-  static const int64_t places[] = {0, 1000, 1024, 1 << 20, (1 << PLACE_BITS) - 1};
-  int64_t comm = COMM(world(PLACE, SIZE));
+TEST(an_unknown_number_is_refused) {
+  int64_t comm = COMM(world(PLACE, SIZE)), first = comm >> PLACE_BITS << PLACE_BITS;
   struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
   fake->reset();
-  FOR_EACH (const int64_t *, place, places) {
-    int64_t number = (comm >> PLACE_BITS) << PLACE_BITS | *place;
-    check_unknown(RUN("barrier", NONE, NONE, number), "its comm is");
-    check_unknown(RUN("allreduce", one, result, comm, number), "its op is");
-    check_unknown(RUN("recv", NONE, result, comm, 2, number, 9), "its status is");
+  FOR_VALUES (int64_t, number, first, first + 1000, first + 1024, first + (1 << 20), first + (1 << PLACE_BITS) - 1, -1,
+              INT64_MIN | comm, (intptr_t)operation_handle("SUM")) { /* as it was */
+    check_unknown(RUN("barrier", NONE, NONE, *number), "its comm is");
+    check_unknown(RUN("allreduce", one, result, comm, *number), "its op is");
+    check_unknown(RUN("recv", NONE, result, comm, 2, *number, 9), "its status is");
   }
   check_unknown(RUN("allreduce", one, result, comm, 0), "its op is");
-  check_unknown(RUN("barrier", NONE, NONE, -1), "its comm is");
-  check_unknown(RUN("barrier", NONE, NONE, INT64_MIN | comm), "its comm is");
-  check_unknown(RUN("allreduce", one, result, comm, (intptr_t)operation_handle("SUM")), "its op is"); /* as it was */
 }
 
 /* What means the same in each run has the same number, whatever was added before the object itself. */
-static void a_meaning_is_a_number(void) {
+TEST(a_meaning_is_a_number) {
   static char first, second, third;
   int64_t kept = registry_reserve("the first"), number = registry_add(&second, NULL);
   CHECK(registry_at(kept) == NULL && registry_at(number) == &second);
@@ -247,7 +198,7 @@ static char told[256];
 static void note_reason(const char *reason) { snprintf(told, sizeof told, "%s", reason); }
 
 /* JAXMPI_ON_ERROR=abort: the job ends with the text of the error as its reason. */
-static void an_error_ends_the_job(void) {
+TEST(an_error_ends_the_job) {
   static const char start[] = "jaxmpi.barrier on rank 1 of 3: MPI_Barrier failed";
   void (*before)(const char *) = runtime.abort;
   runtime.abort = note_reason;
@@ -266,7 +217,7 @@ static bool no(const struct communicator *comm) { return comm == NULL; }
 
 /* One of MPI's classes for a process that has died, or any other error once one is known to have: the communicator is
  * revoked, and the text names it. */
-static void a_process_has_failed(void) {
+TEST(a_process_has_failed) {
   struct abi other = *abi;
   other.revoke = note_revoked, other.is_broken = no;
   runtime.abi = &other;
@@ -292,7 +243,7 @@ static void a_process_has_failed(void) {
 
 /* A collective that returns without an error, though this rank knows of a death, may not have written its result. What
  * a message has brought is what was sent. */
-static void a_result_is_confirmed(void) {
+TEST(a_result_is_confirmed) {
   struct abi other = *abi;
   struct communicator *comm = world(PLACE, SIZE);
   other.revoke = note_revoked, other.is_broken = no;
@@ -304,41 +255,16 @@ static void a_result_is_confirmed(void) {
     other.is_broken = known & 2 ? yes : no;
     revoked_at = 0;
     ffi_error *error = RUN("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2);
-    if (fails)
-      FAILS(error, FFI_UNAVAILABLE, "MPI_Bcast returned without an error, and may not have written all of its result",
-            "[a process has failed, communicator ");
-    else
-      SUCCEEDS(error);
+    FAILS_IF(fails, error, FFI_UNAVAILABLE,
+             "MPI_Bcast returned without an error, and may not have written all of its result",
+             "[a process has failed, communicator ");
     CHECK_EQUAL(revoked_at, fails ? PLACE + 1 : 0);
     float request[2];
     SUCCEEDS(RUN("iallreduce", ARRAY(F32, in, N), ARRAY(F32, request, 2), COMM(comm), reduction("SUM")));
     error = RUN("wait", ARRAY(F32, request, 2), ARRAY(F32, out, N), COMM(comm), 0);
-    if (fails)
-      FAILS(error, FFI_UNAVAILABLE, "jaxmpi.iallreduce on rank", "[a process has failed, communicator ");
-    else
-      SUCCEEDS(error);
+    FAILS_IF(fails, error, FFI_UNAVAILABLE, "jaxmpi.iallreduce on rank", "[a process has failed, communicator ");
     SUCCEEDS(RUN("send", ARRAY(F32, in, N), NONE, COMM(comm), 2, 5));
   }
   runtime.failed = 0;
   runtime.abi = abi;
 }
-
-static const struct test tests[] = {
-    TEST(a_process_has_failed),
-    TEST(a_result_is_confirmed),
-    TEST(an_object_of_another_process_is_refused),
-    TEST(an_unknown_number_is_refused),
-    TEST(a_meaning_is_a_number),
-    TEST(a_difference_is_an_error_that_quotes_the_text),
-    TEST(each_operation_reports),
-    TEST(each_chunk_of_a_reduction_reports),
-    TEST(making_a_type_reports),
-    TEST(a_type_is_given_back_after_an_error),
-    TEST(refusing_a_message_can_fail),
-    TEST(mpi_judges_the_arguments),
-    TEST(the_lock_is_released_after_an_error),
-    TEST(an_error_ends_the_job),
-    TEST(a_text_longer_than_the_room_is_cut),
-};
-
-MAIN(tests)

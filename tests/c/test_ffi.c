@@ -1,12 +1,11 @@
 /* The code between XLA and the bodies: frames, attributes, buffers, communicators, the function table. */
 #include <dlfcn.h>
-#include <stdlib.h>
 
 #include "requests/table.h"
 #include "harness.h"
 
 /* XLA finds operations by their names, and passes attributes sorted by theirs. */
-static void names_are_in_order(void) {
+TEST(names_are_in_order) {
   for (int i = 0; i < OPERATION_COUNT; i++) {
     const struct operation *row = &operation_table[i];
     context("%s", row->id);
@@ -19,7 +18,7 @@ static void names_are_in_order(void) {
   CHECK(operation_table[OPERATION_COUNT].id == NULL);
 }
 
-static void metadata_query_is_answered(void) {
+TEST(metadata_query_is_answered) {
   for (int i = 0; i < OPERATION_COUNT; i++) {
     ffi_metadata metadata = {.struct_size = sizeof metadata, .version = {.major = 7, .minor = 7}, .traits = 7};
     ffi_metadata_extension extension = {{sizeof extension, FFI_EXTENSION_METADATA, NULL}, &metadata};
@@ -33,7 +32,7 @@ static void metadata_query_is_answered(void) {
   CHECK_EQUAL(fake->call_count, 0);
 }
 
-static void another_extension_is_passed_over(void) {
+TEST(another_extension_is_passed_over) {
   ffi_extension other = {sizeof other, (enum ffi_extension_type)99, NULL};
   struct frame f;
   frame_make(&f, "barrier", NONE, NONE, (const int64_t[]){COMM(world(0, 2))});
@@ -42,14 +41,13 @@ static void another_extension_is_passed_over(void) {
   CHECK_EQUAL(times_called("MPI_Barrier"), 1);
 }
 
-static void only_execution_communicates(void) {
-  static const enum ffi_stage stages[] = {FFI_STAGE_PREPARE, FFI_STAGE_INITIALIZE, 4};
-  struct frame instance;
-  frame_make(&instance, "barrier", NONE, NONE, (const int64_t[]){COMM(world(0, 2))});
-  instance.frame.stage = FFI_STAGE_INSTANTIATE;
-  SUCCEEDS(frame_call(&instance, "barrier"));
+TEST(only_execution_communicates) {
+  struct frame made;
+  frame_make(&made, "barrier", NONE, NONE, (const int64_t[]){COMM(world(0, 2))});
+  made.frame.stage = FFI_STAGE_INSTANTIATE;
+  SUCCEEDS(frame_call(&made, "barrier"));
   for (int i = 0; i < OPERATION_COUNT; i++)
-    FOR_EACH (const enum ffi_stage *, stage, stages) {
+    FOR_VALUES (enum ffi_stage, stage, FFI_STAGE_PREPARE, FFI_STAGE_INITIALIZE, 4) {
       /* No attribute or buffer may be looked at: they need not be there. */
       ffi_frame frame = {.struct_size = sizeof frame, .stage = *stage};
       context("%s in stage %d", operation_table[i].id, (int)*stage);
@@ -63,48 +61,37 @@ static void only_execution_communicates(void) {
 static float x[4], y[4];
 
 /* As XLA makes a program: there are no buffers yet. */
-static void bcast_instance(struct frame *f) {
-  frame_make(f, "bcast", NONE, NONE, (const int64_t[]){COMM(world(0, 2)), 0});
-  f->frame.stage = FFI_STAGE_INSTANTIATE;
+static struct frame instance;
+static void bcast_instance(void) {
+  frame_make(&instance, "bcast", NONE, NONE, (const int64_t[]){COMM(world(0, 2)), 0});
+  instance.frame.stage = FFI_STAGE_INSTANTIATE;
 }
 
-static void a_wrong_number_of_attributes_is_refused(void) {
-  struct frame f;
+static void instance_fails(const char *text) {
+  FAILS(frame_call(&instance, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", text, "reinstall");
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+TEST(wrong_attributes_are_refused) {
   for (int count = 0; count < 5; count++) {
-    if (count == 3) continue;
-    bcast_instance(&f);
-    f.frame.attributes.size = count;
-    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attributes where the core expects 3", "reinstall");
+    bcast_instance();
+    instance.frame.attributes.size = count;
+    if (count != 3) instance_fails("attributes where the core expects 3");
   }
-  CHECK_EQUAL(fake->call_count, 0);
-}
-
-static void a_wrong_attribute_name_is_refused(void) {
-  static const struct {
-    const char *text;
-    size_t size;
-  } wrong[] = {{"toor", 4}, {"roo", 3}, {"roots", 5}, {"", 0}};
-  struct frame f;
-  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-    bcast_instance(&f);
-    f.spans[2] = (ffi_span){wrong[i].text, wrong[i].size};
-    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attribute 2 is not the integer root");
+  FOR_VALUES (string, name, "toor", "roo", "roots", "") {
+    bcast_instance();
+    instance.spans[2] = (ffi_span){*name, strlen(*name)};
+    instance_fails("attribute 2 is not the integer root");
   }
-  CHECK_EQUAL(fake->call_count, 0);
+  bcast_instance();
+  instance.attribute_types[2] = 4; /* a string */
+  instance_fails("attribute 2 is not the integer root");
+  bcast_instance();
+  instance.scalars[0].dtype = S32;
+  instance_fails("attribute 0 is not the integer comm");
 }
 
-static void a_wrong_attribute_type_is_refused(void) {
-  struct frame f;
-  bcast_instance(&f);
-  f.attribute_types[2] = 4; /* a string */
-  FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 2 is not the integer root");
-  bcast_instance(&f);
-  f.scalars[0].dtype = S32;
-  FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 0 is not the integer comm");
-  CHECK_EQUAL(fake->call_count, 0);
-}
-
-static void attributes_need_no_alignment(void) {
+TEST(attributes_need_no_alignment) {
   struct frame f;
   char bytes[sizeof(int64_t) + 1];
   int64_t root = 1;
@@ -117,9 +104,8 @@ static void attributes_need_no_alignment(void) {
 
 /* --- buffers --- */
 
-static void an_unknown_type_is_refused(void) {
-  static const int unknown[] = {-1, 0, 13, 14, 21, 39, 40, 1000000};
-  FOR_EACH (const int *, dtype, unknown) {
+TEST(an_unknown_type_is_refused) {
+  FOR_VALUES (int, dtype, -1, 0, 13, 14, 21, 39, 40, 1000000) {
     context("type %d", *dtype);
     FAILS(RUN("send", ARRAY(*dtype, x, 4), NONE, COMM(world(1, 3)), 0, 0), FFI_UNIMPLEMENTED,
           "jaxmpi.send on rank 1 of 3", "cannot be communicated");
@@ -133,7 +119,7 @@ static void an_unknown_type_is_refused(void) {
   CHECK_EQUAL(fake->call_count, 0);
 }
 
-static void tokens_are_not_buffers(void) {
+TEST(tokens_are_not_buffers) {
   struct frame f;
   for (int size = 0; size < 2; size++) { /* no token, as in a call without an effect, and one */
     frame_make(&f, "bcast", NONE, ARRAY(F32, y, 4), (const int64_t[]){COMM(world(0, 2)), 1});
@@ -143,7 +129,7 @@ static void tokens_are_not_buffers(void) {
   }
 }
 
-static void the_count_is_the_product_of_the_dimensions(void) {
+TEST(the_count_is_the_product_of_the_dimensions) {
   int64_t dims[] = {2, 3, 5, 7};
   ffi_buffer buffer = {.dims = dims};
   static const int64_t products[] = {1, 2, 6, 30, 210};
@@ -155,7 +141,7 @@ static void the_count_is_the_product_of_the_dimensions(void) {
   CHECK_EQUAL(ffi_count(&buffer), 1ll << 40);
 }
 
-static void every_type_has_one_row(void) {
+TEST(every_type_has_one_row) {
   int rows = 0;
   for (const struct datatype *row = datatype_table; row->name != NULL; row++, rows++) {
     context("%s", row->name);
@@ -168,26 +154,28 @@ static void every_type_has_one_row(void) {
 
 /* --- communicators --- */
 
-static void a_communicator_is_one_struct(void) {
+static struct communicator *communicator_of(intptr_t handle) {
+  struct communicator *found = NULL;
+  CHECK_EQUAL(abi->communicator(handle, NULL, &found), 0);
+  return found;
+}
+
+TEST(a_communicator_is_one_struct) {
   intptr_t first = fake->comm_new(2, 4), second = fake->comm_new(0, 1);
-  struct communicator *a, *b, *again;
-  CHECK_EQUAL(abi->communicator(first, NULL, &a), 0);
-  CHECK_EQUAL(abi->communicator(second, NULL, &b), 0);
-  CHECK_EQUAL(abi->communicator(first, NULL, &again), 0);
-  CHECK(a == again && a != b);
+  struct communicator *a = communicator_of(first), *b = communicator_of(second);
+  CHECK(communicator_of(first) == a && a != b);
   CHECK(a->rank == 2 && a->size == 4 && a->handle == first && !a->freed);
   fake->comm_free(first);
   CHECK(a->freed && !b->freed);
   fake->comm_free(second);
 }
 
-static void a_recycled_handle_is_another_communicator(void) {
-  struct communicator *old, *new;
+TEST(a_recycled_handle_is_another_communicator) {
   intptr_t handle = fake->comm_new(0, 2);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &old), 0);
+  struct communicator *old = communicator_of(handle);
   fake->comm_free(handle);
   CHECK_EQUAL(fake->comm_new(1, 3), handle);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &new), 0);
+  struct communicator *new = communicator_of(handle);
   CHECK(new != old && old->freed && !new->freed &&new->rank == 1 && new->size == 3);
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(new)));
   FAILS(RUN("barrier", NONE, NONE, COMM(old)), FFI_FAILED_PRECONDITION, "freed");
@@ -195,22 +183,20 @@ static void a_recycled_handle_is_another_communicator(void) {
   fake->comm_free(handle);
 }
 
-static void a_duplicate_is_another_communicator(void) {
-  struct communicator *old, *new;
+TEST(a_duplicate_is_another_communicator) {
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &old), 0);
+  struct communicator *old = communicator_of(handle);
   intptr_t duplicate = fake->comm_dup(handle);
-  CHECK_EQUAL(abi->communicator(duplicate, NULL, &new), 0);
+  struct communicator *new = communicator_of(duplicate);
   CHECK(new != NULL &&new != old &&new->handle == duplicate &&new->rank == 1 && new->size == 3);
   fake->comm_free(duplicate);
   CHECK(new != NULL &&new->freed && !old->freed);
   fake->comm_free(handle);
 }
 
-static void a_freed_communicator_is_refused_by_all(void) {
-  struct communicator *comm;
+TEST(a_freed_communicator_is_refused_by_all) {
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(abi->communicator(handle, NULL, &comm), 0);
+  struct communicator *comm = communicator_of(handle);
   fake->comm_free(handle);
   fake->reset();
   for (int i = 0; i < OPERATION_COUNT; i++) {
@@ -224,11 +210,10 @@ static void a_freed_communicator_is_refused_by_all(void) {
   CHECK_EQUAL(fake->call_count, 0);
 }
 
-static void making_a_communicator_can_fail(void) {
-  static const char *const functions[] = {"MPI_Comm_get_attr", "MPI_Comm_rank", "MPI_Comm_size", "MPI_Comm_set_attr"};
+TEST(making_a_communicator_can_fail) {
   intptr_t handle = fake->comm_new(0, 2);
   struct communicator *comm = NULL;
-  FOR_EACH (const char *const *, function, functions) {
+  FOR_VALUES (string, function, "MPI_Comm_get_attr", "MPI_Comm_rank", "MPI_Comm_size", "MPI_Comm_set_attr") {
     context("%s", *function);
     fake->fail(*function, 1, 77);
     CHECK_EQUAL(abi->communicator(handle, NULL, &comm), 77);
@@ -240,7 +225,7 @@ static void making_a_communicator_can_fail(void) {
 
 /* --- loading --- */
 
-static void loading_names_what_is_missing(void) {
+TEST(loading_names_what_is_missing) {
   void *nothing = dlopen("libm.so.6", RTLD_NOW);
   const char *missing = abi->load(nothing);
   CHECK(missing != NULL && strcmp(missing, "MPI_Abort") == 0);
@@ -251,7 +236,7 @@ static void loading_names_what_is_missing(void) {
   CHECK(abi->load(fake_library) == NULL);
 }
 
-static void error_texts_are_the_librarys(void) {
+TEST(error_texts_are_the_librarys) {
   char text[1024];
   abi->error_text(5, text);
   CHECK(strcmp(text, "the fake's text for 5") == 0);
@@ -261,27 +246,3 @@ static void error_texts_are_the_librarys(void) {
   abi->error_text(CODE_NO_MEMORY, text);
   CHECK(strcmp(text, "no memory") == 0);
 }
-
-static const struct test tests[] = {
-    TEST(names_are_in_order),
-    TEST(metadata_query_is_answered),
-    TEST(another_extension_is_passed_over),
-    TEST(only_execution_communicates),
-    TEST(a_wrong_number_of_attributes_is_refused),
-    TEST(a_wrong_attribute_name_is_refused),
-    TEST(a_wrong_attribute_type_is_refused),
-    TEST(attributes_need_no_alignment),
-    TEST(an_unknown_type_is_refused),
-    TEST(tokens_are_not_buffers),
-    TEST(the_count_is_the_product_of_the_dimensions),
-    TEST(every_type_has_one_row),
-    TEST(a_communicator_is_one_struct),
-    TEST(a_recycled_handle_is_another_communicator),
-    TEST(a_duplicate_is_another_communicator),
-    TEST(a_freed_communicator_is_refused_by_all),
-    TEST(making_a_communicator_can_fail),
-    TEST(loading_names_what_is_missing),
-    TEST(error_texts_are_the_librarys),
-};
-
-MAIN(tests)

@@ -1,7 +1,6 @@
 /* Which copy of the core is chosen for a library: by what the library returns, and only otherwise by its file name.
  * Arguments: the fake libraries openmpi, mpich, mpiabi, and two called libmpi.so.40 and libmpi.so.12. */
 #include <dlfcn.h>
-#include <stdlib.h>
 
 #include "harness.h"
 
@@ -25,7 +24,7 @@ static const struct abi *found(int library, const char *version, int abi_major) 
   return abi_found;
 }
 
-static void each_library_finds_its_copy(void) {
+TEST(each_library_finds_its_copy) {
   const struct abi *const copies[] = {&abi_openmpi, &abi_mpich, &abi_mpiabi};
   const char *const names[] = {"openmpi", "mpich", "mpiabi"};
   for (int i = OPENMPI; i <= MPIABI; i++) {
@@ -39,7 +38,7 @@ static void each_library_finds_its_copy(void) {
 }
 
 /* Copies are apart: three libraries at once, each called through its own table. */
-static void copies_do_not_share_their_tables(void) {
+TEST(copies_do_not_share_their_tables) {
   const struct abi *const copies[] = {&abi_openmpi, &abi_mpich, &abi_mpiabi};
   struct communicator *comms[3];
   for (int i = OPENMPI; i <= MPIABI; i++) CHECK(copies[i]->load(libraries[i].handle) == NULL);
@@ -53,16 +52,15 @@ static void copies_do_not_share_their_tables(void) {
   }
 }
 
-static void the_name_decides(void) {
-  static const char *const family[] = {"MPICH Version:      4.3.0\nMPICH Release date: x",
-                                       "Intel(R) MPI Library 2021.10", "MVAPICH2 Version      :\t2.3.7",
-                                       "MPI VERSION    : CRAY MPICH version 8.1.2"};
-  FOR_EACH (const char *const *, version, family) CHECK(found(MPICH, *version, -1) == &abi_mpich);
+TEST(the_name_decides) {
+  FOR_VALUES (string, version, "MPICH Version: 4.3.0\nMPICH Release date: x", "Intel(R) MPI Library 2021.10",
+              "MVAPICH2 Version :\t2.3.7", "MPI VERSION : CRAY MPICH version 8.1.2")
+    CHECK(found(MPICH, *version, -1) == &abi_mpich);
   CHECK(found(OPENMPI, "Open MPI v4.1.6, package: x", -1) == &abi_openmpi);
   CHECK(found(OPENMPI, "Open MPI v5.0.11, package: x", -1) == &abi_openmpi);
 }
 
-static void the_abi_decides_before_the_name(void) {
+TEST(the_abi_decides_before_the_name) {
   CHECK(found(MPIABI, "MPICH Version: 5.0.0", 1) == &abi_mpiabi);
   CHECK(found(MPIABI, "Open MPI v6.0.0", 1) == &abi_mpiabi);
   CHECK(found(MPIABI, "nobody", 1) == &abi_mpiabi);
@@ -70,13 +68,13 @@ static void the_abi_decides_before_the_name(void) {
   CHECK(found(MPICH, "MPICH Version: 5.0.0", 0) == &abi_mpich);
 }
 
-static void the_soname_decides_where_nothing_else_does(void) {
+TEST(the_soname_decides_where_nothing_else_does) {
   CHECK(found(SO_40, "A vendor's MPI 3", -1) == &abi_openmpi);
   CHECK(found(SO_12, "A vendor's MPI 3", -1) == &abi_mpich);
   CHECK(found(SO_12, "Open MPI v9", -1) == &abi_openmpi);
 }
 
-static void an_unknown_library_finds_none(void) {
+TEST(an_unknown_library_finds_none) {
   char version[64];
   CHECK(found(OPENMPI, "A vendor's MPI 3", -1) == NULL);
   CHECK(found(MPICH, "", -1) == NULL);
@@ -91,7 +89,7 @@ static void an_unknown_library_finds_none(void) {
   dlclose(self);
 }
 
-static void the_description_is_cut_to_its_room(void) {
+TEST(the_description_is_cut_to_its_room) {
   static char longest[8192];
   char version[12];
   memset(longest, 'x', sizeof longest - 1);
@@ -102,21 +100,11 @@ static void the_description_is_cut_to_its_room(void) {
   CHECK(strcmp(version, "Open MPI") == 0 && is_blank(version, 9, sizeof version));
 }
 
-static const struct test tests[] = {
-    TEST(each_library_finds_its_copy),
-    TEST(copies_do_not_share_their_tables),
-    TEST(the_name_decides),
-    TEST(the_abi_decides_before_the_name),
-    TEST(the_soname_decides_where_nothing_else_does),
-    TEST(an_unknown_library_finds_none),
-    TEST(the_description_is_cut_to_its_room),
-};
-
 int main(int argc, char **argv) {
   for (int i = 0; i < LIBRARIES; i++) {
     libraries[i].handle = i + 1 < argc ? dlopen(argv[i + 1], RTLD_NOW | RTLD_LOCAL) : NULL;
     if (libraries[i].handle == NULL) return 1;
     libraries[i].control = dlsym(libraries[i].handle, "fake_control");
   }
-  return run_tests(1, argv, tests, sizeof tests / sizeof *tests);
+  return run_tests(1, argv);
 }

@@ -4,9 +4,6 @@
  * Half of the frames are sound: buffers are as large as they must be and not a byte larger. The others have any number
  * of buffers, of any types and sizes, in memory that is large enough for all, and attributes of any values; of those
  * that are objects, numbers of objects of their kind or of none. */
-#include <stdlib.h>
-#include <unistd.h>
-
 #include "core/plan.h"
 #include "requests/table.h"
 #include "observe/timeline.h"
@@ -59,31 +56,15 @@ static int64_t any_attribute(enum attribute kind, const struct communicator *com
   if (once_in(30) && kind != KIND_DERIVATIVE && kind != KIND_ADJOINT && kind != KIND_LEAF && kind != KIND_NUMBER &&
       kind != KIND_PLAIN)
     return special[draw(8)];
-  switch (kind) {
-    case KIND_RANK:
-      return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
-    case KIND_TAG:
-      return draw(3);
-    case KIND_DERIVATIVE:
-      return draw(4);
-    case KIND_ADJOINT:
-      return draw(2);
-    case KIND_LEAF:
-      return draw(4);
-    case KIND_REDUCTION:
-      return reduction(reductions[draw(4)]);
-    case KIND_NUMBER:
-      return (int64_t)draw(6) - (once_in(5) ? 1 : 0);
-    case KIND_PLAIN:
-      return once_in(2) ? any_type() : (int64_t)draw(20) - (once_in(5) ? 1 : 0);
-    case KIND_OBJECT_OR_0:
-      return once_in(2) ? 0 : COMM(statuses);
-    case KIND_PLAN:
-      return COMM(any_plan());
-    case KIND_OBJECT:
-      break;
-  }
-  return COMM(comm);
+  if (kind == KIND_RANK) return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
+  if (kind == KIND_TAG) return draw(3);
+  if (kind == KIND_DERIVATIVE || kind == KIND_LEAF) return draw(4);
+  if (kind == KIND_ADJOINT) return draw(2);
+  if (kind == KIND_REDUCTION) return reduction(reductions[draw(4)]);
+  if (kind == KIND_NUMBER) return (int64_t)draw(6) - (once_in(5) ? 1 : 0);
+  if (kind == KIND_PLAIN) return once_in(2) ? any_type() : (int64_t)draw(20) - (once_in(5) ? 1 : 0);
+  if (kind == KIND_OBJECT_OR_0) return once_in(2) ? 0 : COMM(statuses);
+  return kind == KIND_PLAN ? COMM(any_plan()) : COMM(comm);
 }
 
 /* How many elements a buffer of an operation has on a rank where the largest part of one rank has `count`. */
@@ -206,29 +187,18 @@ static void make_any(struct lists *lists) {
 /* Spoils what XLA passes besides buffers. */
 static void spoil(struct frame *f, int attributes) {
   int at = attributes > 0 ? (int)draw((uint32_t)attributes) : 0;
-  switch (draw(5)) {
-    case 0:
-      f->frame.attributes.size = draw(MAX_ATTRIBUTES + 2);
-      break;
-    case 1:
-      f->attribute_types[at] = (int)draw(6);
-      break;
-    case 2:
-      f->spans[at] = (ffi_span){"tag", draw(4)};
-      break;
-    case 3:
-      f->scalars[at].dtype = (int)draw(12);
-      break;
-    case 4:
-      f->frame.stage = (enum ffi_stage)(draw(6));
-      break;
-  }
+  uint32_t what = draw(5);
+  if (what == 0) f->frame.attributes.size = draw(MAX_ATTRIBUTES + 2);
+  if (what == 1) f->attribute_types[at] = (int)draw(6);
+  if (what == 2) f->spans[at] = (ffi_span){"tag", draw(4)};
+  if (what == 3) f->scalars[at].dtype = (int)draw(12);
+  if (what == 4) f->frame.stage = (enum ffi_stage)(draw(6));
   if (once_in(5)) f->frame.operands.size = draw((uint32_t)f->frame.operands.size + 1);
 }
 
 static void alike(int rank, void *data) { (void)rank, (void)data; }
 
-static struct communicator *prepare(void) {
+static struct communicator *any_communicator(void) {
   int size = 1 + (int)draw(MOST_SIZE);
   struct communicator *comm = world((int)draw((uint32_t)size), size);
   fake->reset();
@@ -267,7 +237,7 @@ static bool one_frame(int number) {
   static struct lists lists;
   static struct frame f;
   const struct operation *row = any_row();
-  struct communicator *comm = prepare();
+  struct communicator *comm = any_communicator();
   int64_t attributes[MAX_ATTRIBUTES];
   bool sound = once_in(2) && row->row != ROW_check;
   context("frame %d, %s of %s", number, sound ? "a sound one" : "any", row->id);
@@ -317,9 +287,9 @@ static void run_frames(uint64_t seed) {
   fake->reset();
 }
 
-static void no_frame_crashes(void) { run_frames(1); }
+TEST(no_frame_crashes) { run_frames(1); }
 
-static void nor_with_a_timeline(void) {
+TEST(nor_with_a_timeline) {
   char folder[] = "/tmp/jaxmpi-test-XXXXXX", file[64];
   const char *reason;
   if (mkdtemp(folder) == NULL) abort();
@@ -330,7 +300,3 @@ static void nor_with_a_timeline(void) {
   CHECK_EQUAL(unlink(file), 0);
   CHECK_EQUAL(rmdir(folder), 0);
 }
-
-static const struct test tests[] = {TEST(no_frame_crashes), TEST(nor_with_a_timeline)};
-
-MAIN(tests)

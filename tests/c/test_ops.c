@@ -1,18 +1,10 @@
 /* Each operation that needs no matched message: the right MPI call with the right arguments, and the right data. */
 #include "harness.h"
 
-/* Places in communicators of several sizes. */
-static const struct place {
-  int rank, size;
-} places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
-
 enum { ROOM = 1024 };
 static _Alignas(16) unsigned char in[ROOM], out[ROOM];
 
-/* Shapes by number of elements of one rank's share. */
-static const int counts[] = {0, 1, 2, 7};
-
-static void prepare(void) {
+void prepare(void) {
   fake->reset();
   fill(in, ROOM);
   blank(out, ROOM);
@@ -24,32 +16,16 @@ static const struct fake_call *only(const char *function) {
   return called(function, 0);
 }
 
-/* Runs `body` for all places, types and counts. */
-struct share {
-  const struct communicator *comm;
-  int rank, size, dtype, count;
-  size_t bytes; /* of `count` elements */
-};
-
-static void for_all(void (*body)(const struct share *)) {
-  FOR_EACH (const struct place *, place, places)
-    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
-      FOR_EACH (const int *, count, counts) {
-        context("rank %d of %d, %d of %s", place->rank, place->size, *count, row->name);
-        prepare();
-        body(&(struct share){world(place->rank, place->size), place->rank, place->size, row->code, *count,
-                             (size_t)*count * row->bytes});
-      }
-}
-
 /* What the call says of communicator, type and count. */
-static void check_in(const struct fake_call *call, const struct share *s) {
+static void check_in(const struct fake_call *call, const struct share *s, const void *buffer) {
+  CHECK(call->in == buffer);
   CHECK_EQUAL(call->comm, s->comm->handle);
   CHECK_EQUAL(call->in_type, datatype(s->dtype));
   CHECK_EQUAL(call->in_count, s->count);
 }
 
-static void check_out(const struct fake_call *call, const struct share *s) {
+static void check_out(const struct fake_call *call, const struct share *s, const void *buffer) {
+  CHECK(call->out == buffer);
   CHECK_EQUAL(call->comm, s->comm->handle);
   CHECK_EQUAL(call->out_type, datatype(s->dtype));
   CHECK_EQUAL(call->out_count, s->count);
@@ -65,51 +41,44 @@ static void check_blocks(const struct share *s, bool one_each) {
   CHECK(is_blank(out, (size_t)s->size * s->bytes, ROOM));
 }
 
-static void allgather_case(const struct share *s) {
+TEST_OF(for_all, allgather_stacks) {
   SUCCEEDS(RUN("allgather", ARRAY(s->dtype, in, s->count), MATRIX(s->dtype, out, s->size, s->count), COMM(s->comm)));
   const struct fake_call *call = only("MPI_Allgather");
-  check_in(call, s);
-  check_out(call, s);
-  CHECK(call->in == in && call->out == out);
+  check_in(call, s, in);
+  check_out(call, s, out);
   check_blocks(s, false);
 }
-static void allgather_stacks(void) { for_all(allgather_case); }
 
-static void alltoall_case(const struct share *s) {
+TEST_OF(for_all, alltoall_exchanges) {
   struct array a = MATRIX(s->dtype, in, s->size, s->count), b = MATRIX(s->dtype, out, s->size, s->count);
   SUCCEEDS(RUN("alltoall", a, b, COMM(s->comm)));
   const struct fake_call *call = only("MPI_Alltoall");
-  check_in(call, s);
-  check_out(call, s);
-  CHECK(call->in == in && call->out == out);
+  check_in(call, s, in);
+  check_out(call, s, out);
   check_blocks(s, true);
 }
-static void alltoall_exchanges(void) { for_all(alltoall_case); }
 
-static void barrier_case(const struct share *s) {
+TEST_OF(for_all, barrier_has_no_buffers) {
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(s->comm)));
   CHECK_EQUAL(only("MPI_Barrier")->comm, s->comm->handle);
 }
-static void barrier_has_no_buffers(void) { for_all(barrier_case); }
 
-static void bcast_case(const struct share *s) {
+TEST_OF(for_all, bcast_reads_on_root_and_writes_elsewhere) {
   for (int root = 0; root < s->size; root++) {
     bool mine = root == s->rank;
     prepare();
     SUCCEEDS(RUN("bcast", mine ? ARRAY(s->dtype, in, s->count) : NONE, mine ? NONE : ARRAY(s->dtype, out, s->count),
                  COMM(s->comm), root));
     const struct fake_call *call = only("MPI_Bcast");
-    check_in(call, s);
+    check_in(call, s, mine ? in : out);
     CHECK_EQUAL(call->peer, root);
-    CHECK(call->in == (mine ? in : out));
     for (size_t i = 0; !mine && i < s->bytes; i++) CHECK_EQUAL(out[i], fake_byte(root, (int64_t)i));
     CHECK(is_blank(out, mine ? 0 : s->bytes, ROOM));
   }
 }
-static void bcast_reads_on_root_and_writes_elsewhere(void) { for_all(bcast_case); }
 
 /* Root's result: its operand handed through, or a copy of it where they are two. */
-static void bcast_result_case(const struct share *s) {
+TEST_OF(for_all, bcast_hands_through_on_root) {
   struct array result = ARRAY(s->dtype, out, s->count);
   SUCCEEDS(RUN("bcast", ARRAY(s->dtype, in, s->count), result, COMM(s->comm), s->rank));
   CHECK(only("MPI_Bcast")->in == in);
@@ -121,42 +90,39 @@ static void bcast_result_case(const struct share *s) {
   CHECK(only("MPI_Bcast")->in == out);
   CHECK(is_blank(out, 0, ROOM));
 }
-static void bcast_hands_through_on_root(void) { for_all(bcast_result_case); }
 
-static void gather_case(const struct share *s) {
+TEST_OF(for_all, gather_stacks_on_root) {
   for (int root = 0; root < s->size; root++) {
     bool mine = root == s->rank;
     prepare();
     SUCCEEDS(RUN("gather", ARRAY(s->dtype, in, s->count), mine ? MATRIX(s->dtype, out, s->size, s->count) : NONE,
                  COMM(s->comm), root));
     const struct fake_call *call = only("MPI_Gather");
-    check_in(call, s);
+    check_in(call, s, in);
     CHECK_EQUAL(call->peer, root);
-    CHECK(call->in == in && call->out == (mine ? out : NULL));
+    CHECK(call->out == (mine ? out : NULL));
     if (!mine) continue;
-    check_out(call, s);
+    check_out(call, s, out);
     check_blocks(s, false);
   }
 }
-static void gather_stacks_on_root(void) { for_all(gather_case); }
 
-static void scatter_case(const struct share *s) {
+TEST_OF(for_all, scatter_hands_out) {
   for (int root = 0; root < s->size; root++) {
     bool mine = root == s->rank;
     prepare();
     SUCCEEDS(RUN("scatter", mine ? MATRIX(s->dtype, in, s->size, s->count) : NONE, ARRAY(s->dtype, out, s->count),
                  COMM(s->comm), root));
     const struct fake_call *call = only("MPI_Scatter");
-    check_out(call, s);
+    check_out(call, s, out);
     CHECK_EQUAL(call->peer, root);
-    CHECK(call->out == out && call->in == (mine ? in : NULL));
-    if (mine) check_in(call, s);
+    CHECK(call->in == (mine ? in : NULL));
+    if (mine) check_in(call, s, in);
     for (size_t i = 0; !mine && i < s->bytes; i++) CHECK_EQUAL(out[i], fake_byte(root, (int64_t)i));
     if (mine) CHECK_SAME(out, in + (size_t)s->rank * s->bytes, s->bytes);
     CHECK(is_blank(out, s->bytes, ROOM));
   }
 }
-static void scatter_hands_out(void) { for_all(scatter_case); }
 
 /* --- reductions --- */
 
@@ -167,16 +133,15 @@ static void check_reduced(const unsigned char *result, const unsigned char *give
 }
 
 static void reduction_case(const struct share *s, const char *name, const char *function, int times) {
-  static const char *const ops[] = {"SUM", "MIN"};
   unsigned char copy[ROOM];
-  FOR_EACH (const char *const *, op, ops) {
+  FOR_VALUES (string, op, "SUM", "MIN") {
     intptr_t handle = operation_handle(*op);
     prepare();
     SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, out, s->count), COMM(s->comm), reduction(*op)));
     const struct fake_call *call = only(function);
-    check_in(call, s);
-    check_out(call, s);
-    CHECK(call->op == handle && call->in == in && call->out == out);
+    check_in(call, s, in);
+    check_out(call, s, out);
+    CHECK(call->op == handle);
     check_reduced(out, in, s->bytes, times);
     CHECK(is_blank(out, s->bytes, ROOM));
 
@@ -184,21 +149,19 @@ static void reduction_case(const struct share *s, const char *name, const char *
     memcpy(copy, in, ROOM);
     SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, in, s->count), COMM(s->comm), reduction(*op)));
     call = only(function);
-    check_out(call, s);
-    CHECK(call->op == handle && call->in == fake->in_place && call->out == in);
+    check_out(call, s, in);
+    CHECK(call->op == handle && call->in == fake->in_place);
     check_reduced(in, copy, s->bytes, times);
     CHECK_SAME(in + s->bytes, copy + s->bytes, ROOM - s->bytes);
   }
 }
 
-static void allreduce_case(const struct share *s) { reduction_case(s, "allreduce", "MPI_Allreduce", s->size); }
-static void allreduce_reduces(void) { for_all(allreduce_case); }
+TEST_OF(for_all, allreduce_reduces) { reduction_case(s, "allreduce", "MPI_Allreduce", s->size); }
 
-static void scan_case(const struct share *s) { reduction_case(s, "scan", "MPI_Scan", s->rank + 1); }
-static void scan_reduces_up_to_this_rank(void) { for_all(scan_case); }
+TEST_OF(for_all, scan_reduces_up_to_this_rank) { reduction_case(s, "scan", "MPI_Scan", s->rank + 1); }
 
 /* The result of rank 0 is zero, whatever the library makes of it. */
-static void exscan_case(const struct share *s) {
+TEST_OF(for_all, exscan_reduces_the_ranks_before) {
   for (int in_place = 0; in_place < 2; in_place++) {
     unsigned char copy[ROOM], *result = in_place ? in : out;
     prepare();
@@ -206,8 +169,8 @@ static void exscan_case(const struct share *s) {
     SUCCEEDS(RUN("exscan", ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
                  reduction("MAX")));
     const struct fake_call *call = only("MPI_Exscan");
-    check_out(call, s);
-    CHECK(call->in == (in_place ? fake->in_place : in) && call->out == result);
+    check_out(call, s, result);
+    CHECK(call->in == (in_place ? fake->in_place : in));
     if (s->rank == 0)
       CHECK(is_zero(result, 0, s->bytes));
     else
@@ -216,14 +179,13 @@ static void exscan_case(const struct share *s) {
     CHECK(is_blank(out, in_place ? 0 : s->bytes, ROOM));
   }
 }
-static void exscan_reduces_the_ranks_before(void) { for_all(exscan_case); }
 
 /* By one call, and by a reduction for each rank where the counts are more than an int holds. */
-static void reduce_scatter_case(const struct share *s) {
+TEST_OF(for_all, reduce_scatter_reduces_a_block_for_each_rank) {
   struct array all = MATRIX(s->dtype, in, s->size, s->count), result = ARRAY(s->dtype, out, s->count);
   SUCCEEDS(RUN("reduce_scatter", all, result, COMM(s->comm), reduction("SUM")));
   const struct fake_call *call = only("MPI_Reduce_scatter_block");
-  check_out(call, s);
+  check_out(call, s, out);
   check_reduced(out, in + (size_t)s->rank * s->bytes, s->bytes, s->size);
   CHECK(is_blank(out, s->bytes, ROOM));
   prepare();
@@ -234,7 +196,6 @@ static void reduce_scatter_case(const struct share *s) {
   check_reduced(out, in + (size_t)s->rank * s->bytes, s->bytes, s->size);
   CHECK(is_blank(out, s->bytes, ROOM));
 }
-static void reduce_scatter_reduces_a_block_for_each_rank(void) { for_all(reduce_scatter_case); }
 
 static void reduce_on_root(const struct share *s, bool in_place) {
   unsigned char copy[ROOM], *result = in_place ? in : out;
@@ -243,15 +204,15 @@ static void reduce_on_root(const struct share *s, bool in_place) {
   SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
                reduction("PROD"), s->rank));
   const struct fake_call *call = only("MPI_Reduce");
-  check_out(call, s);
+  check_out(call, s, result);
   CHECK_EQUAL(call->op, operation_handle("PROD"));
   CHECK_EQUAL(call->peer, s->rank);
-  CHECK(call->out == result && call->in == (in_place ? fake->in_place : in));
+  CHECK(call->in == (in_place ? fake->in_place : in));
   check_reduced(result, copy, s->bytes, s->size);
   CHECK(is_blank(out, in_place ? 0 : s->bytes, ROOM));
 }
 
-static void reduce_case(const struct share *s) {
+TEST_OF(for_all, reduce_writes_on_root_alone) {
   reduce_on_root(s, false);
   reduce_on_root(s, true);
   for (int root = 0; root < s->size; root++) {
@@ -259,47 +220,39 @@ static void reduce_case(const struct share *s) {
     prepare();
     SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), NONE, COMM(s->comm), reduction("SUM"), root));
     const struct fake_call *call = only("MPI_Reduce");
-    check_in(call, s);
+    check_in(call, s, in);
     CHECK_EQUAL(call->op, operation_handle("SUM"));
     CHECK_EQUAL(call->peer, root);
-    CHECK(call->in == in);
   }
 }
-static void reduce_writes_on_root_alone(void) { for_all(reduce_case); }
 
 /* --- sending --- */
 
-static void send_case(const struct share *s) {
+TEST_OF(for_all, send_passes_its_buffer) {
   for (int dest = 0; dest < s->size; dest++) {
     if (dest == s->rank) continue;
     prepare();
     SUCCEEDS(RUN("send", ARRAY(s->dtype, in, s->count), NONE, COMM(s->comm), dest, 1000 + dest));
     const struct fake_call *call = only("MPI_Send");
-    check_in(call, s);
-    CHECK(call->in == in);
-    CHECK_EQUAL(call->peer, dest);
-    CHECK_EQUAL(call->tag, 1000 + dest);
+    check_in(call, s, in);
+    check_envelope(call, dest, 1000 + dest);
   }
 }
-static void send_passes_its_buffer(void) { for_all(send_case); }
 
-static void sending_to_no_one_is_left_to_mpi(void) {
-  prepare();
+TEST(sending_to_no_one_is_left_to_mpi) {
   SUCCEEDS(RUN("send", ARRAY(F32, in, 5), NONE, COMM(world(0, 2)), fake->proc_null, 3));
   CHECK_EQUAL(only("MPI_Send")->peer, fake->proc_null);
 }
 
 /* Ranks and tags that are known at run time: those that are TRACED in the program, in the order of the attributes. */
 static ffi_error *send_to(int64_t dest, int64_t tag, const int32_t ends[], int count) {
-  struct frame frame;
   struct array arrays[3] = {ARRAY(F32, in, 5)};
   for (int i = 0; i < count; i++) arrays[1 + i] = SCALAR(S32, (void *)(uintptr_t)&ends[i]);
   prepare();
-  frame_make_lists(&frame, "send", arrays, 1 + count, NULL, 0, (const int64_t[]){COMM(world(1, 3)), dest, tag});
-  return frame_call(&frame, "send");
+  return run_lists("send", arrays, 1 + count, NULL, 0, (const int64_t[]){COMM(world(1, 3)), dest, tag});
 }
 
-static void ends_are_read_at_run_time(void) {
+TEST(ends_are_read_at_run_time) {
   enum { FIRST = 1 << 20 };
   runtime.most_tag = 2 * FIRST - 1;
   SUCCEEDS(send_to(TRACED, 9, (int32_t[]){2}, 1));
@@ -324,7 +277,7 @@ static void ends_are_read_at_run_time(void) {
 
 /* --- shapes --- */
 
-static void a_scalar_is_one_element(void) {
+TEST(a_scalar_is_one_element) {
   struct communicator *comm = world(1, 3);
   prepare();
   SUCCEEDS(RUN("allreduce", SCALAR(F64, in), SCALAR(F64, out), COMM(comm), reduction("SUM")));
@@ -339,7 +292,7 @@ static void a_scalar_is_one_element(void) {
 }
 
 /* An empty array may come without memory; the other ranks take part, so this one must too. */
-static void nothing_is_communicated_too(void) {
+TEST(nothing_is_communicated_too) {
   struct communicator *comm = world(0, 2);
   struct array empty = ARRAY(F32, NULL, 0);
   prepare();
@@ -357,7 +310,7 @@ static void nothing_is_communicated_too(void) {
 }
 
 /* Of a rank that has passed too little the end of its part does not come; nor does anything of it, here. */
-static void what_nobody_has_written_is_an_error(void) {
+TEST(what_nobody_has_written_is_an_error) {
   enum { COUNT = 7 };
   struct array one = ARRAY(F32, in, COUNT), all = MATRIX(F32, in, 3, COUNT);
   struct array result = ARRAY(F32, out, COUNT), results = MATRIX(F32, out, 3, COUNT);
@@ -381,26 +334,3 @@ static void what_nobody_has_written_is_an_error(void) {
     SUCCEEDS(RUN("bcast", NONE, ARRAY(F32, out, 1), comm, 2));    /* too short for a mark */
   }
 }
-
-static const struct test tests[] = {
-    TEST(allgather_stacks),
-    TEST(alltoall_exchanges),
-    TEST(barrier_has_no_buffers),
-    TEST(bcast_reads_on_root_and_writes_elsewhere),
-    TEST(bcast_hands_through_on_root),
-    TEST(gather_stacks_on_root),
-    TEST(scatter_hands_out),
-    TEST(allreduce_reduces),
-    TEST(scan_reduces_up_to_this_rank),
-    TEST(exscan_reduces_the_ranks_before),
-    TEST(reduce_scatter_reduces_a_block_for_each_rank),
-    TEST(reduce_writes_on_root_alone),
-    TEST(send_passes_its_buffer),
-    TEST(sending_to_no_one_is_left_to_mpi),
-    TEST(ends_are_read_at_run_time),
-    TEST(a_scalar_is_one_element),
-    TEST(nothing_is_communicated_too),
-    TEST(what_nobody_has_written_is_an_error),
-};
-
-MAIN(tests)

@@ -1,13 +1,10 @@
 /* Files that nobody else can have put there: which folders are refused, and that nothing there is overwritten. */
-#define _GNU_SOURCE
 #include "core/private.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include "harness.h"
 
@@ -32,6 +29,11 @@ static int usual(void) {
 
 static bool says(const char *reason, const char *text) { return reason != NULL && strstr(reason, text) != NULL; }
 
+static void refused(int result, int error) {
+  CHECK_EQUAL(errno, error);
+  CHECK_EQUAL(result, -1);
+}
+
 /* The number that the next descriptor gets: what is refused is closed. */
 static int next_descriptor(void) {
   int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -39,23 +41,20 @@ static int next_descriptor(void) {
   return next;
 }
 
-static void folders_of_others_are_refused(void) {
+TEST(folders_of_others_are_refused) {
   const char *reason;
   const int next = next_descriptor();
-  static const mode_t modes[] = {0700, 0755, 0775, 01777};
-  FOR_EACH (const mode_t *, mode, modes) {
+  FOR_VALUES (mode_t, mode, 0700, 0755, 0775, 01777) {
     int folder = opened(*mode, &reason);
     CHECK(folder >= 0 && reason == NULL);
     CHECK((fcntl(folder, F_GETFD) & FD_CLOEXEC) != 0);
     close(folder);
   }
-  CHECK_EQUAL(opened(0777, &reason), -1);
-  CHECK_EQUAL(errno, EPERM);
+  refused(opened(0777, &reason), EPERM);
   CHECK(says(reason, "everyone may replace files in it"));
   if (geteuid() == 0) {
     CHECK_EQUAL(chown(path, 12345, 0), 0);
-    CHECK_EQUAL(opened(0755, &reason), -1);
-    CHECK_EQUAL(errno, EPERM);
+    refused(opened(0755, &reason), EPERM);
     CHECK(says(reason, "belongs to another user"));
     CHECK_EQUAL(chown(path, 0, 0), 0);
   }
@@ -63,7 +62,7 @@ static void folders_of_others_are_refused(void) {
 }
 
 /* Of a user who is not root. */
-static void folders_of_root_are_trusted(void) {
+TEST(folders_of_root_are_trusted) {
   const char *reason;
   if (geteuid() != 0) return;
   close(usual());
@@ -79,16 +78,14 @@ static void folders_of_root_are_trusted(void) {
   CHECK_EQUAL(status, 0);
 }
 
-static void no_folders(void) {
+TEST(no_folders) {
   const char *reason = "";
-  CHECK_EQUAL(private_folder("/no/such/folder", &reason), -1);
-  CHECK_EQUAL(errno, ENOENT);
+  refused(private_folder("/no/such/folder", &reason), ENOENT);
   CHECK(strcmp(reason, strerror(ENOENT)) == 0);
-  CHECK_EQUAL(private_folder("/dev/null", &reason), -1);
-  CHECK_EQUAL(errno, ENOTDIR);
+  refused(private_folder("/dev/null", &reason), ENOTDIR);
 }
 
-static void files_are_new(void) {
+TEST(files_are_new) {
   int folder = usual();
   const mode_t mask = umask(022);
   int file = private_create(folder, "file", 0666);
@@ -100,27 +97,24 @@ static void files_are_new(void) {
   CHECK((fcntl(file, F_GETFD) & FD_CLOEXEC) != 0);
   CHECK_EQUAL(write(file, "first", 5), 5);
   close(file);
-  CHECK_EQUAL(private_create(folder, "file", 0600), -1);
-  CHECK_EQUAL(errno, EEXIST);
+  refused(private_create(folder, "file", 0600), EEXIST);
   CHECK(fstatat(folder, "file", &status, 0) == 0 && status.st_size == 5);
   CHECK_EQUAL(unlinkat(folder, "file", 0), 0);
   close(folder);
 }
 
-static void links_are_not_followed(void) {
+TEST(links_are_not_followed) {
   int folder = usual();
-  static const char *const targets[] = {"nowhere", "/dev/null", "."};
-  FOR_EACH (const char *const *, target, targets) {
+  FOR_VALUES (string, target, "nowhere", "/dev/null", ".") {
     CHECK_EQUAL(symlinkat(*target, folder, "link"), 0);
-    CHECK_EQUAL(private_create(folder, "link", 0600), -1);
-    CHECK_EQUAL(errno, EEXIST);
+    refused(private_create(folder, "link", 0600), EEXIST);
     CHECK_EQUAL(unlinkat(folder, "link", 0), 0);
   }
   CHECK_EQUAL(faccessat(folder, "nowhere", F_OK, 0), -1);
   close(folder);
 }
 
-static void own_folders_are_of_no_use_to_others(void) {
+TEST(own_folders_are_of_no_use_to_others) {
   static char link_path[sizeof path + 5];
   const char *reason;
   close(usual());
@@ -133,11 +127,9 @@ static void own_folders_are_of_no_use_to_others(void) {
   CHECK_EQUAL(private_own_folder(link_path, &reason), -1);
   CHECK(errno == ENOTDIR || errno == ELOOP);
   CHECK_EQUAL(unlink(link_path), 0);
-  static const mode_t modes[] = {0750, 0701, 0720, 01777};
-  FOR_EACH (const mode_t *, mode, modes) {
+  FOR_VALUES (mode_t, mode, 0750, 0701, 0720, 01777) {
     CHECK_EQUAL(chmod(path, *mode), 0);
-    CHECK_EQUAL(private_own_folder(path, &reason), -1);
-    CHECK_EQUAL(errno, EPERM);
+    refused(private_own_folder(path, &reason), EPERM);
     CHECK(says(reason, "other users may use it"));
   }
   CHECK_EQUAL(next_descriptor(), next);
@@ -149,7 +141,7 @@ static void own_folders_are_of_no_use_to_others(void) {
   CHECK_EQUAL(chown(path, 0, 0), 0);
 }
 
-static void only_own_files_are_read(void) {
+TEST(only_own_files_are_read) {
   char read_text[8] = "";
   int folder = usual(), file = private_create(folder, "file", 0600);
   CHECK_EQUAL(write(file, "text", 4), 4);
@@ -159,47 +151,39 @@ static void only_own_files_are_read(void) {
   close(file);
   const int next = next_descriptor();
   CHECK_EQUAL(symlinkat("file", folder, "link"), 0);
-  CHECK_EQUAL(private_open(folder, "link"), -1);
-  CHECK_EQUAL(errno, ELOOP);
+  refused(private_open(folder, "link"), ELOOP);
   CHECK_EQUAL(mkfifoat(folder, "fifo", 0600), 0);
-  CHECK_EQUAL(private_open(folder, "fifo"), -1);
-  CHECK_EQUAL(errno, EPERM);
+  refused(private_open(folder, "fifo"), EPERM);
   if (geteuid() == 0) {
     CHECK_EQUAL(fchownat(folder, "file", 12345, 0, 0), 0);
-    CHECK_EQUAL(private_open(folder, "file"), -1);
-    CHECK_EQUAL(errno, EPERM);
+    refused(private_open(folder, "file"), EPERM);
   }
   CHECK_EQUAL(next_descriptor(), next);
-  static const char *const names[] = {"file", "link", "fifo"};
-  FOR_EACH (const char *const *, name, names) CHECK_EQUAL(unlinkat(folder, *name, 0), 0);
+  FOR_VALUES (string, name, "file", "link", "fifo") CHECK_EQUAL(unlinkat(folder, *name, 0), 0);
   close(folder);
 }
 
-static void names_are_of_files_alone(void) {
+TEST(names_are_of_files_alone) {
   int folder = usual();
-  static const char *const names[] = {"", "../file", "/tmp/file", "a/b"};
-  FOR_EACH (const char *const *, name, names) {
-    CHECK_EQUAL(private_create(folder, *name, 0600), -1);
-    CHECK_EQUAL(errno, EINVAL);
-    CHECK_EQUAL(private_open(folder, *name), -1);
-    CHECK_EQUAL(errno, EINVAL);
+  FOR_VALUES (string, name, "", "../file", "/tmp/file", "a/b") {
+    refused(private_create(folder, *name, 0600), EINVAL);
+    refused(private_open(folder, *name), EINVAL);
   }
   CHECK_EQUAL(private_create(folder, "..", 0600), -1);
   close(folder);
 }
 
 /* No path is cut: the folder is the one at its very end, and not one above. */
-static void paths_may_be_long(void) {
+TEST(paths_may_be_long) {
   enum { LONGEST = 4000 };
   static char long_path[LONGEST + 10];
-  static const size_t lengths[] = {500, 511, 512, 1023, 1024, 2047, 2048, LONGEST};
   static int (*const open_folder[])(const char *, const char **) = {private_folder, private_own_folder};
   const char *reason = "";
   int outer = usual();
   CHECK_EQUAL(mkdirat(outer, "end", 0700), 0);
   struct stat end, found;
   CHECK_EQUAL(fstatat(outer, "end", &end, 0), 0);
-  FOR_EACH (const size_t *, most, lengths) {
+  FOR_VALUES (size_t, most, 500, 511, 512, 1023, 1024, 2047, 2048, LONGEST) {
     size_t length = (size_t)snprintf(long_path, sizeof long_path, "%s", path);
     while (length < *most) length += (size_t)snprintf(long_path + length, 3, "/.");
     snprintf(long_path + length, sizeof long_path - length, "/end");
@@ -214,7 +198,7 @@ static void paths_may_be_long(void) {
 }
 
 /* The folder is the one that was opened, wherever its path leads now. */
-static void paths_may_lead_elsewhere(void) {
+TEST(paths_may_lead_elsewhere) {
   static char moved[sizeof path + 6];
   int folder = usual();
   snprintf(moved, sizeof moved, "%s-moved", path);
@@ -226,18 +210,3 @@ static void paths_may_lead_elsewhere(void) {
   close(folder);
   CHECK(unlink(path) == 0 && rmdir(moved) == 0);
 }
-
-static const struct test tests[] = {
-    TEST(folders_of_others_are_refused),
-    TEST(folders_of_root_are_trusted),
-    TEST(no_folders),
-    TEST(files_are_new),
-    TEST(links_are_not_followed),
-    TEST(own_folders_are_of_no_use_to_others),
-    TEST(only_own_files_are_read),
-    TEST(names_are_of_files_alone),
-    TEST(paths_may_be_long),
-    TEST(paths_may_lead_elsewhere),
-};
-
-MAIN(tests)

@@ -11,7 +11,7 @@ static _Alignas(16) unsigned char in[ROOM], out[ROOM], message[ROOM];
 static _Alignas(16) unsigned char guarded[128];
 static void *const status = guarded + 32;
 
-static void prepare(void) {
+void prepare(void) {
   fake->reset();
   fill(message, ROOM);
   fill(in, ROOM);
@@ -30,14 +30,13 @@ static void check_status(int source, int tag, int64_t bytes) {
 }
 
 /* The road of an int's count and that of derived types. */
-static const int limits[] = {1 << 30, 3, 1};
-#define FOR_LIMITS(limit)               \
-  FOR_EACH (const int *, limit, limits) \
-    if (set_limit(*limit))
-static bool set_limit(int limit) {
-  runtime.max_count = limit;
-  context("at most %d in one call", limit);
-  return true;
+static void at_each_limit(void (*test)(void)) {
+  FOR_VALUES (int, limit, 1 << 30, 3, 1) {
+    runtime.max_count = *limit;
+    context("at most %d in one call", *limit);
+    prepare();
+    test();
+  }
 }
 
 static ffi_error *receive(int dtype, int count, int source, int tag, void *wanted) {
@@ -58,40 +57,35 @@ static ffi_error *receive_leaf(enum leaf place, int count, int tag) {
 
 /* --- what fits --- */
 
-static void a_message_that_fits_arrives(void) {
-  FOR_LIMITS (limit)
-    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
-      for (int with = 0; with < 2; with++) {
-        size_t bytes = N * row->bytes;
-        prepare();
-        deliver(2, 9, (int64_t)bytes);
-        SUCCEEDS(receive(row->code, N, 2, 9, with ? status : NULL));
-        CHECK_SAME(out, message, bytes);
-        CHECK(is_blank(out, bytes, ROOM));
-        if (with) check_status(2, 9, (int64_t)bytes);
-        CHECK(with || is_blank(guarded, 0, sizeof guarded));
-        const struct fake_call *call = called("MPI_Mrecv", 0);
-        CHECK(call->out == out);
-        CHECK_EQUAL(call->out_bytes, bytes);
-        CHECK_EQUAL(times_called("MPI_Mrecv"), 1);
-        if (N > *limit) continue;
-        CHECK_EQUAL(call->out_count, N);
-        CHECK_EQUAL(call->out_type, datatype(row->code));
-      }
+TEST_THROUGH(at_each_limit, a_message_that_fits_arrives, void) {
+  for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+    for (int with = 0; with < 2; with++) {
+      size_t bytes = N * row->bytes;
+      prepare();
+      deliver(2, 9, (int64_t)bytes);
+      SUCCEEDS(receive(row->code, N, 2, 9, with ? status : NULL));
+      CHECK_SAME(out, message, bytes);
+      CHECK(is_blank(out, bytes, ROOM));
+      if (with) check_status(2, 9, (int64_t)bytes);
+      CHECK(with || is_blank(guarded, 0, sizeof guarded));
+      const struct fake_call *call = called("MPI_Mrecv", 0);
+      CHECK(call->out == out);
+      CHECK_EQUAL(call->out_bytes, bytes);
+      CHECK_EQUAL(times_called("MPI_Mrecv"), 1);
+      if (N > runtime.max_count) continue;
+      CHECK_EQUAL(call->out_count, N);
+      CHECK_EQUAL(call->out_type, datatype(row->code));
+    }
 }
 
-static void a_scalar_is_received(void) {
-  FOR_LIMITS (limit) {
-    prepare();
-    deliver(0, 0, 8);
-    SUCCEEDS(RUN("recv", NONE, SCALAR(F64, out), COMM(world(1, 4)), 0, 0, 0));
-    CHECK_SAME(out, message, 8);
-    CHECK(is_blank(out, 8, ROOM));
-  }
+TEST_THROUGH(at_each_limit, a_scalar_is_received, void) {
+  deliver(0, 0, 8);
+  SUCCEEDS(RUN("recv", NONE, SCALAR(F64, out), COMM(world(1, 4)), 0, 0, 0));
+  CHECK_SAME(out, message, 8);
+  CHECK(is_blank(out, 8, ROOM));
 }
 
-static void source_and_tag_choose(void) {
-  prepare();
+TEST(source_and_tag_choose) {
   fake->deliver(world(1, 4)->handle, 0, 5, message, 4);
   fake->deliver(world(1, 4)->handle, 2, 5, message + 4, 4);
   fake->deliver(world(1, 4)->handle, 2, 6, message + 8, 4);
@@ -106,8 +100,7 @@ static void source_and_tag_choose(void) {
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
     context("case %zu", i);
     SUCCEEDS(receive(F32, 1, cases[i].source, cases[i].tag, status));
-    CHECK_EQUAL(called("MPI_Mprobe", (int)i)->peer, cases[i].source);
-    CHECK_EQUAL(called("MPI_Mprobe", (int)i)->tag, cases[i].tag);
+    check_envelope(called("MPI_Mprobe", (int)i), cases[i].source, cases[i].tag);
     CHECK_SAME(out, message + cases[i].at, 4);
     check_status(cases[i].found_source, cases[i].found_tag, 4);
   }
@@ -117,24 +110,20 @@ static void source_and_tag_choose(void) {
   CHECK_SAME(out, message + 16, 4);
 }
 
-static void nobody_sends_zeros(void) {
-  FOR_LIMITS (limit)
-    for (int count = 0; count <= N; count += N)
-      for (int with = 0; with < 2; with++) {
-        prepare();
-        SUCCEEDS(receive(F32, count, fake->proc_null, 3, with ? status : NULL));
-        CHECK(is_zero(out, 0, (size_t)count * 4) && is_blank(out, (size_t)count * 4, ROOM));
-        if (with) check_status(fake->proc_null, fake->any_tag, 0);
-      }
+TEST_THROUGH(at_each_limit, nobody_sends_zeros, void) {
+  for (int count = 0; count <= N; count += N)
+    for (int with = 0; with < 2; with++) {
+      prepare();
+      SUCCEEDS(receive(F32, count, fake->proc_null, 3, with ? status : NULL));
+      CHECK(is_zero(out, 0, (size_t)count * 4) && is_blank(out, (size_t)count * 4, ROOM));
+      if (with) check_status(fake->proc_null, fake->any_tag, 0);
+    }
 }
 
-static void an_empty_message_fills_an_empty_result(void) {
-  FOR_LIMITS (limit) {
-    prepare();
-    deliver(3, 1, 0);
-    SUCCEEDS(RUN("recv", NONE, ARRAY(F64, NULL, 0), COMM(world(1, 4)), 3, COMM(status), 1));
-    check_status(3, 1, 0);
-  }
+TEST_THROUGH(at_each_limit, an_empty_message_fills_an_empty_result, void) {
+  deliver(3, 1, 0);
+  SUCCEEDS(RUN("recv", NONE, ARRAY(F64, NULL, 0), COMM(world(1, 4)), 3, COMM(status), 1));
+  check_status(3, 1, 0);
 }
 
 /* --- what does not fit --- */
@@ -148,91 +137,71 @@ static void check_channel(void) {
   CHECK_SAME(out, in, 4 * N);
 }
 
-static void a_long_message_is_refused(void) {
-  static const struct {
-    int64_t bytes;
-    const char *text;
-  } cases[] = {{4 * N + 4, "32 bytes (8 elements of float32), the template 28 bytes (7 elements)"},
-               {4 * N + 1, "29 bytes (7 elements of float32), the template 28 bytes (7 elements)"},
-               {8 * N, "56 bytes (14 elements of float32), the template 28 bytes (7 elements)"}};
-  FOR_LIMITS (limit)
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-      for (int with = 0; with < 2; with++) {
-        prepare();
-        deliver(2, 9, cases[i].bytes);
-        FAILS(receive(F32, N, 2, 9, with ? status : NULL), FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4",
-              "the message from rank 2 with tag 9 has ", cases[i].text, "would be truncated", "dropped");
-        CHECK(is_blank(out, 0, ROOM));
-        check_channel();
-      }
+/* Of any rank, with any tag, where there is a status. */
+static ffi_error *receive_other(int dtype, int count, int64_t bytes, bool with) {
+  prepare();
+  deliver(2, 9, bytes);
+  return receive(dtype, count, with ? fake->any_source : 2, with ? fake->any_tag : 9, with ? status : NULL);
+}
+#define REFUSED(dtype, count, bytes, with, ...)                                                                     \
+  FAILS(receive_other(dtype, count, bytes, with), FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4: the message ", \
+        "from rank 2 with tag 9 has ", "dropped", __VA_ARGS__);                                                     \
+  CHECK(is_blank(out, 0, ROOM));                                                                                    \
+  check_channel()
+
+TEST_THROUGH(at_each_limit, what_does_not_fit_is_refused, void) {
+  for (int with = 0; with < 2; with++) {
+    REFUSED(F32, N, 32, with, "32 bytes (8 elements of float32), the template 28 bytes (7 elements)", "truncated");
+    REFUSED(F32, N, 29, with, "29 bytes (7 elements of float32), the template 28 bytes (7 elements)", "truncated");
+    REFUSED(F32, N, 56, with, "56 bytes (14 elements of float32), the template 28 bytes (7 elements)", "truncated");
+    REFUSED(F32, 0, 1, with, "1 bytes", "the template 0 bytes", "would be truncated");
+  }
+  for (int bytes = 0; bytes < 4 * N; bytes++) {
+    char text[64];
+    snprintf(text, sizeof text, " %d bytes (%d elements of float32)", bytes, bytes / 4);
+    REFUSED(F32, N, bytes, false, text, "the template 28 bytes", "is too short", "pass status=");
+  }
+  for (int bytes = 1; bytes < 8 * N; bytes += 3) /* half an element, also with a status */
+    if (bytes % 8 != 0) {
+      REFUSED(F64, N, bytes, true, "is too short");
+    }
 }
 
-static void a_message_for_an_empty_result_is_refused(void) {
-  FOR_LIMITS (limit) {
+TEST_THROUGH(at_each_limit, a_short_message_with_status_leaves_zeros, void) {
+  for (size_t count = 0; count < N; count++) {
     prepare();
-    deliver(2, 9, 1);
-    FAILS(receive(F32, 0, fake->any_source, fake->any_tag, status), FFI_INVALID_ARGUMENT, "from rank 2 with tag 9",
-          "1 bytes", "the template 0 bytes", "truncated");
-    CHECK(is_blank(out, 0, ROOM));
+    deliver(2, 9, (int64_t)(8 * count));
+    SUCCEEDS(receive(F64, N, 2, 9, status));
+    CHECK_SAME(out, message, 8 * count);
+    CHECK(is_zero(out, 8 * count, 8 * N) && is_blank(out, 8 * N, ROOM));
+    check_status(2, 9, (int64_t)(8 * count));
     check_channel();
   }
 }
 
-static void a_short_message_is_refused_without_status(void) {
-  FOR_LIMITS (limit)
-    for (int bytes = 0; bytes < 4 * N; bytes++) {
-      char text[64];
-      prepare();
-      deliver(2, 9, bytes);
-      snprintf(text, sizeof text, " %d bytes (%d elements of float32)", bytes, bytes / 4);
-      FAILS(receive(F32, N, 2, 9, NULL), FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4", text,
-            "the template 28 bytes", "is too short", "pass status=");
-      CHECK(is_blank(out, 0, ROOM));
-      check_channel();
+TEST_THROUGH(at_each_limit, the_last_of_a_pytree_tells_what_did_not_fit, void) {
+  for (int errors = 0; errors < 8; errors++) {
+    context("errors %d, at most %d in one call", errors, (int)runtime.max_count);
+    prepare();
+    for (int i = 0; i < 3; i++) {
+      bool wrong = (errors >> i & 1) != 0, others = i < 2;
+      blank(out, ROOM);
+      deliver(2, 9, 4 * N + 4 * (i + 1) * wrong);
+      ffi_error *error = receive_leaf((enum leaf)(LEAF_FIRST + i), N, 9);
+      char text[32];
+      snprintf(text, sizeof text, "has %d bytes", 4 * N + 4 * ((errors & 1) != 0 ? 1 : (errors & 2) != 0 ? 2 : 3));
+      FAILS_IF(!others && errors != 0, error, FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4", text, "dropped");
+      if (wrong) CHECK(others ? is_spoilt(out, 4 * N) : is_blank(out, 0, ROOM));
+      if (!wrong) CHECK_SAME(out, message, 4 * N);
+      check_channel(); /* what is alone has nothing to do with it */
+      deliver(2, 8, 4 * N);
+      SUCCEEDS(receive_leaf(LEAF_LAST, N, 8)); /* nor has another pytree */
     }
+    CHECK_EQUAL(atomic_load(&failures_kept), 0);
+  }
 }
 
-static void a_short_message_with_status_leaves_zeros(void) {
-  FOR_LIMITS (limit)
-    for (size_t count = 0; count < N; count++) {
-      prepare();
-      deliver(2, 9, (int64_t)(8 * count));
-      SUCCEEDS(receive(F64, N, 2, 9, status));
-      CHECK_SAME(out, message, 8 * count);
-      CHECK(is_zero(out, 8 * count, 8 * N) && is_blank(out, 8 * N, ROOM));
-      check_status(2, 9, (int64_t)(8 * count));
-      check_channel();
-    }
-}
-
-static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
-  for (int errors = 0; errors < 8; errors++)
-    FOR_LIMITS (limit) {
-      context("errors %d, at most %d in one call", errors, *limit);
-      prepare();
-      for (int i = 0; i < 3; i++) {
-        bool wrong = (errors >> i & 1) != 0, others = i < 2;
-        blank(out, ROOM);
-        deliver(2, 9, 4 * N + 4 * (i + 1) * wrong);
-        ffi_error *error = receive_leaf((enum leaf)(LEAF_FIRST + i), N, 9);
-        char text[32];
-        snprintf(text, sizeof text, "has %d bytes", 4 * N + 4 * ((errors & 1) != 0 ? 1 : (errors & 2) != 0 ? 2 : 3));
-        if (others || errors == 0)
-          SUCCEEDS(error);
-        else
-          FAILS(error, FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4", text, "dropped");
-        if (wrong) CHECK(others ? is_spoilt(out, 4 * N) : is_blank(out, 0, ROOM));
-        if (!wrong) CHECK_SAME(out, message, 4 * N);
-        check_channel(); /* what is alone has nothing to do with it */
-        deliver(2, 8, 4 * N);
-        SUCCEEDS(receive_leaf(LEAF_LAST, N, 8)); /* nor has another pytree */
-      }
-      CHECK_EQUAL(atomic_load(&failures_kept), 0);
-    }
-}
-
-static void what_was_kept_ends_with_its_pytree(void) {
-  prepare();
+TEST(what_was_kept_ends_with_its_pytree) {
   deliver(2, 9, 4 * N + 4);
   SUCCEEDS(receive_leaf(LEAF_FIRST, N, 9)); /* and its program ends */
   deliver(2, 9, 4 * N);
@@ -242,24 +211,11 @@ static void what_was_kept_ends_with_its_pytree(void) {
   CHECK_EQUAL(atomic_load(&failures_kept), 0);
 }
 
-static void a_failure_of_mpi_is_told_at_once(void) {
-  prepare();
+TEST(a_failure_of_mpi_is_told_at_once) {
   deliver(2, 9, 4 * N + 4);
   fake->fail("MPI_Mrecv", 1, 77);
   FAILS(receive_leaf(LEAF_FIRST, N, 9), FFI_INTERNAL, "for 77");
   CHECK_EQUAL(atomic_load(&failures_kept), 0);
-}
-
-static void half_an_element_is_refused_with_status_too(void) {
-  FOR_LIMITS (limit)
-    for (int bytes = 1; bytes < 8 * N; bytes += 3) {
-      if (bytes % 8 == 0) continue;
-      prepare();
-      deliver(2, 9, bytes);
-      FAILS(receive(F64, N, 2, 9, status), FFI_INVALID_ARGUMENT, "is too short");
-      CHECK(is_blank(out, 0, ROOM));
-      check_channel();
-    }
 }
 
 /* --- sendrecv --- */
@@ -268,115 +224,92 @@ static ffi_error *exchange(struct array a, struct array b, int source, int dest,
   return RUN("sendrecv", a, b, COMM(world(1, 4)), dest, 9, 5, source, COMM(wanted)); /* recvtag 9, sendtag 5 */
 }
 
-static void sendrecv_sends_and_receives(void) {
-  FOR_LIMITS (limit)
-    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
-      for (int sent = 0; sent <= N; sent += N) {
-        size_t bytes = 5 * row->bytes;
-        prepare();
-        deliver(3, 9, (int64_t)bytes);
-        SUCCEEDS(exchange(ARRAY(row->code, in, sent), ARRAY(row->code, out, 5), 3, 0, status));
-        const struct fake_call *call = called("MPI_Isend", 0);
-        CHECK(call->in == in && call->comm == world(1, 4)->handle);
-        CHECK_EQUAL(call->in_bytes, (size_t)sent * row->bytes);
-        CHECK_EQUAL(call->peer, 0);
-        CHECK_EQUAL(call->tag, 5);
-        CHECK_EQUAL(called("MPI_Mprobe", 0)->peer, 3);
-        CHECK_EQUAL(called("MPI_Mprobe", 0)->tag, 9);
-        CHECK_SAME(out, message, bytes);
-        CHECK(is_blank(out, bytes, ROOM));
-        check_status(3, 9, (int64_t)bytes);
-        CHECK_EQUAL(times_called("MPI_Wait"), 1);
-        CHECK_EQUAL(fake->live_requests, 0);
-      }
+TEST_THROUGH(at_each_limit, sendrecv_sends_and_receives, void) {
+  for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+    for (int sent = 0; sent <= N; sent += N) {
+      size_t bytes = 5 * row->bytes;
+      prepare();
+      deliver(3, 9, (int64_t)bytes);
+      SUCCEEDS(exchange(ARRAY(row->code, in, sent), ARRAY(row->code, out, 5), 3, 0, status));
+      const struct fake_call *call = called("MPI_Isend", 0);
+      CHECK(call->in == in && call->comm == world(1, 4)->handle);
+      CHECK_EQUAL(call->in_bytes, (size_t)sent * row->bytes);
+      check_envelope(call, 0, 5);
+      check_envelope(called("MPI_Mprobe", 0), 3, 9);
+      CHECK_SAME(out, message, bytes);
+      CHECK(is_blank(out, bytes, ROOM));
+      check_status(3, 9, (int64_t)bytes);
+      CHECK_EQUAL(times_called("MPI_Wait"), 1);
+      CHECK_EQUAL(fake->live_requests, 0);
+    }
 }
 
 /* What is sent and what is received may be of two types; each is measured in its own. */
-static void sendrecv_of_two_types(void) {
+TEST_THROUGH(at_each_limit, sendrecv_of_two_types, void) {
   static const int types[][2] = {{U8, F64}, {F64, U8}, {F32, S16}, {BOOL, C128}, {C128, BF16}};
-  FOR_LIMITS (limit)
-    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
-      int sent = types[i][0], received = types[i][1];
-      size_t bytes = N * datatype_find(received)->bytes;
-      prepare();
-      deliver(2, 9, (int64_t)bytes);
-      SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL));
-      CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, 3 * datatype_find(sent)->bytes);
-      CHECK_EQUAL(called("MPI_Mrecv", 0)->out_bytes, bytes);
-      CHECK(called("MPI_Isend", 0)->in_type == datatype(sent) || *limit < 3);
-      CHECK(called("MPI_Mrecv", 0)->out_type == datatype(received) || *limit < N);
-      CHECK_SAME(out, message, bytes);
-      CHECK(is_blank(out, bytes, ROOM));
-
-      prepare(); /* the rest of a short one, and a long one */
-      deliver(2, 9, (int64_t)(bytes - datatype_find(received)->bytes));
-      SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, status));
-      CHECK(is_zero(out, bytes - datatype_find(received)->bytes, bytes) && is_blank(out, bytes, ROOM));
-      deliver(2, 9, (int64_t)bytes + 1);
-      FAILS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
-            datatype_find(received)->name, "truncated");
-    }
-}
-
-static void sendrecv_with_oneself(void) {
-  FOR_LIMITS (limit) {
+  for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+    int sent = types[i][0], received = types[i][1];
+    size_t bytes = N * datatype_find(received)->bytes;
     prepare();
-    SUCCEEDS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(0, 1)), 0, 5, 5, 0, 0));
-    CHECK_SAME(out, in, 4 * N);
-    CHECK(is_blank(out, 4 * N, ROOM));
+    deliver(2, 9, (int64_t)bytes);
+    SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL));
+    CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, 3 * datatype_find(sent)->bytes);
+    CHECK_EQUAL(called("MPI_Mrecv", 0)->out_bytes, bytes);
+    CHECK(called("MPI_Isend", 0)->in_type == datatype(sent) || runtime.max_count < 3);
+    CHECK(called("MPI_Mrecv", 0)->out_type == datatype(received) || runtime.max_count < N);
+    CHECK_SAME(out, message, bytes);
+    CHECK(is_blank(out, bytes, ROOM));
+
+    prepare(); /* the rest of a short one, and a long one */
+    deliver(2, 9, (int64_t)(bytes - datatype_find(received)->bytes));
+    SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, status));
+    CHECK(is_zero(out, bytes - datatype_find(received)->bytes, bytes) && is_blank(out, bytes, ROOM));
+    deliver(2, 9, (int64_t)bytes + 1);
+    FAILS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
+          datatype_find(received)->name, "truncated");
   }
 }
 
-static void sendrecv_with_nobody(void) {
-  FOR_LIMITS (limit) {
-    prepare();
-    SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), fake->proc_null, fake->proc_null, status));
-    CHECK(is_zero(out, 0, 4 * N) && is_blank(out, 4 * N, ROOM));
-    check_status(fake->proc_null, fake->any_tag, 0);
-    CHECK_EQUAL(called("MPI_Isend", 0)->peer, fake->proc_null);
-
-    prepare(); /* the ends of a chain */
-    deliver(2, 9, 4 * N);
-    SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), 2, fake->proc_null, NULL));
-    CHECK_SAME(out, message, 4 * N);
-    SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), fake->proc_null, 2, NULL));
-    CHECK_EQUAL(called("MPI_Isend", 1)->peer, 2);
-    CHECK(is_zero(out, 0, 4 * N));
-  }
+TEST_THROUGH(at_each_limit, sendrecv_with_oneself, void) {
+  SUCCEEDS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(0, 1)), 0, 5, 5, 0, 0));
+  CHECK_SAME(out, in, 4 * N);
+  CHECK(is_blank(out, 4 * N, ROOM));
 }
 
-static void sendrecv_refuses_what_does_not_fit(void) {
-  FOR_LIMITS (limit)
-    for (int bytes = 4 * N - 4; bytes <= 4 * N + 4; bytes += 8) {
-      prepare();
-      deliver(2, 9, bytes);
-      FAILS(exchange(ARRAY(F32, in, 2), ARRAY(F32, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
-            "jaxmpi.sendrecv on rank 1 of 4", "from rank 2 with tag 9", "the template 28 bytes");
-      CHECK(is_blank(out, 0, ROOM));
-      CHECK_EQUAL(times_called("MPI_Wait"), 1); /* this rank's own message arrives all the same */
-      CHECK_EQUAL(fake->live_requests, 0);
-      check_channel();
-    }
+TEST_THROUGH(at_each_limit, sendrecv_with_nobody, void) {
+  SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), fake->proc_null, fake->proc_null, status));
+  CHECK(is_zero(out, 0, 4 * N) && is_blank(out, 4 * N, ROOM));
+  check_status(fake->proc_null, fake->any_tag, 0);
+  CHECK_EQUAL(called("MPI_Isend", 0)->peer, fake->proc_null);
+
+  prepare(); /* the ends of a chain */
+  deliver(2, 9, 4 * N);
+  SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), 2, fake->proc_null, NULL));
+  CHECK_SAME(out, message, 4 * N);
+  SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), fake->proc_null, 2, NULL));
+  CHECK_EQUAL(called("MPI_Isend", 1)->peer, 2);
+  CHECK(is_zero(out, 0, 4 * N));
 }
 
-static void sendrecv_accepts_short_ones_with_status(void) {
-  FOR_LIMITS (limit) {
+TEST_THROUGH(at_each_limit, sendrecv_refuses_what_does_not_fit, void) {
+  for (int bytes = 4 * N - 4; bytes <= 4 * N + 4; bytes += 8) {
     prepare();
-    deliver(2, 9, 8);
-    SUCCEEDS(exchange(ARRAY(F32, in, 1), ARRAY(F32, out, N), 2, 0, status));
-    CHECK_SAME(out, message, 8);
-    CHECK(is_zero(out, 8, 4 * N) && is_blank(out, 4 * N, ROOM));
-    check_status(2, 9, 8);
+    deliver(2, 9, bytes);
+    FAILS(exchange(ARRAY(F32, in, 2), ARRAY(F32, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
+          "jaxmpi.sendrecv on rank 1 of 4", "from rank 2 with tag 9", "the template 28 bytes");
+    CHECK(is_blank(out, 0, ROOM));
+    CHECK_EQUAL(times_called("MPI_Wait"), 1); /* this rank's own message arrives all the same */
+    CHECK_EQUAL(fake->live_requests, 0);
+    check_channel();
   }
 }
 
 /* The type to receive a message is made before the message is matched: an error between the two would lose it. */
-static void a_message_is_not_lost_by_an_error(void) {
-  static const char *const functions[] = {"MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit"};
+TEST(a_message_is_not_lost_by_an_error) {
   runtime.max_count = 3;
   prepare();
   fake->deliver(world(0, 2)->handle, 1, 9, message, N * sizeof(float));
-  FOR_EACH (const char *const *, function, functions) {
+  FOR_VALUES (string, function, "MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit") {
     context("%s", *function);
     fake->fail(*function, 1, 77);
     FAILS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(0, 2)), 1, 0, 9), FFI_INTERNAL, "for 77");
@@ -398,29 +331,28 @@ static void prepare_labels(void) {
   atomic_store(&runtime.labels, true);
 }
 
-static void a_labelled_message_arrives(void) {
-  FOR_LIMITS (limit)
-    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
-      for (int count = 0; count <= N; count += N) {
-        size_t bytes = (size_t)count * row->bytes;
-        prepare_labels();
-        send_to_itself(row->code, count, 9);
-        CHECK_EQUAL(called("MPI_Send", 0)->in_bytes, LABEL + (int64_t)bytes);
-        SUCCEEDS(receive(row->code, count, ITSELF, 9, status));
-        CHECK_SAME(out, in, bytes);
-        CHECK(is_blank(out, bytes, ROOM));
-        check_status(ITSELF, 9, (int64_t)bytes);
-        deliver(2, 9, (int64_t)bytes); /* one of a rank that calls MPI itself */
-        SUCCEEDS(receive(row->code, count, 2, 9, NULL));
-        CHECK_SAME(out, message, bytes);
-        SUCCEEDS(RUN("sendrecv", ARRAY(row->code, in, count), ARRAY(row->code, out, count), COMM(world(1, 4)), ITSELF,
-                     fake->any_tag, 3, ITSELF, 0));
-        CHECK_SAME(out, in, bytes);
-        CHECK_EQUAL(fake->live_types + fake->live_requests + fake->queued + fake->live_matched, 0);
-      }
+TEST_THROUGH(at_each_limit, a_labelled_message_arrives, void) {
+  for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+    for (int count = 0; count <= N; count += N) {
+      size_t bytes = (size_t)count * row->bytes;
+      prepare_labels();
+      send_to_itself(row->code, count, 9);
+      CHECK_EQUAL(called("MPI_Send", 0)->in_bytes, LABEL + (int64_t)bytes);
+      SUCCEEDS(receive(row->code, count, ITSELF, 9, status));
+      CHECK_SAME(out, in, bytes);
+      CHECK(is_blank(out, bytes, ROOM));
+      check_status(ITSELF, 9, (int64_t)bytes);
+      deliver(2, 9, (int64_t)bytes); /* one of a rank that calls MPI itself */
+      SUCCEEDS(receive(row->code, count, 2, 9, NULL));
+      CHECK_SAME(out, message, bytes);
+      SUCCEEDS(RUN("sendrecv", ARRAY(row->code, in, count), ARRAY(row->code, out, count), COMM(world(1, 4)), ITSELF,
+                   fake->any_tag, 3, ITSELF, 0));
+      CHECK_SAME(out, in, bytes);
+      CHECK_EQUAL(fake->live_types + fake->live_requests + fake->queued + fake->live_matched, 0);
+    }
 }
 
-static void another_dtype_is_told(void) {
+TEST(another_dtype_is_told) {
   int64_t sites[] = {COMM(world(1, 4)), ITSELF, 5}; /* comm, dest, tag */
   CHECK(call_site_add(ROW_send, sites, F32, N, "a.py:3 (f)"));
   for (int with = 0; with < 2; with++) {
@@ -438,7 +370,7 @@ static void another_dtype_is_told(void) {
   }
 }
 
-static void labelled_sizes_are_compared(void) {
+TEST(labelled_sizes_are_compared) {
   prepare_labels();
   send_to_itself(F32, 3, 5);
   SUCCEEDS(receive(F32, N, ITSELF, 5, status));
@@ -454,7 +386,7 @@ static void labelled_sizes_are_compared(void) {
   check_status(fake->proc_null, fake->any_tag, 0);
 }
 
-static void labelled_messages_can_fail(void) {
+TEST(labelled_messages_can_fail) {
   prepare_labels();
   send_to_itself(F32, N, 5);
   fake->fail("MPI_Mrecv", 1, 77);
@@ -466,32 +398,3 @@ static void labelled_messages_can_fail(void) {
         "for 77");
   CHECK_EQUAL(fake->live_types + fake->live_requests, 0);
 }
-
-static const struct test tests[] = {
-    TEST(a_labelled_message_arrives),
-    TEST(another_dtype_is_told),
-    TEST(labelled_sizes_are_compared),
-    TEST(labelled_messages_can_fail),
-    TEST(a_message_that_fits_arrives),
-    TEST(a_scalar_is_received),
-    TEST(source_and_tag_choose),
-    TEST(nobody_sends_zeros),
-    TEST(an_empty_message_fills_an_empty_result),
-    TEST(a_long_message_is_refused),
-    TEST(a_message_for_an_empty_result_is_refused),
-    TEST(a_short_message_is_refused_without_status),
-    TEST(a_short_message_with_status_leaves_zeros),
-    TEST(the_last_of_a_pytree_tells_what_did_not_fit),
-    TEST(a_failure_of_mpi_is_told_at_once),
-    TEST(what_was_kept_ends_with_its_pytree),
-    TEST(half_an_element_is_refused_with_status_too),
-    TEST(a_message_is_not_lost_by_an_error),
-    TEST(sendrecv_sends_and_receives),
-    TEST(sendrecv_of_two_types),
-    TEST(sendrecv_with_oneself),
-    TEST(sendrecv_with_nobody),
-    TEST(sendrecv_refuses_what_does_not_fit),
-    TEST(sendrecv_accepts_short_ones_with_status),
-};
-
-MAIN(tests)

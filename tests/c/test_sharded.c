@@ -1,8 +1,6 @@
 /* JAX's sharded programs: what XLA calls by MPItrampoline's names, its communicators, its errors. */
 #include "sharded/sharded.h"
 
-#include <stdlib.h>
-
 #include "harness.h"
 
 typedef uintptr_t handle;
@@ -40,7 +38,7 @@ static const char *error(void) {
 }
 #define SAYS(text) CHECK(strstr(error(), text) != NULL)
 
-static void prepare(void) {
+void prepare(void) {
   static const char *const names[] = {"SUM", "PROD", "MAX", "MIN"};
   fake->reset();
   fill(in, ROOM);
@@ -73,7 +71,7 @@ static handle comm(void) {
   return split(connect(ranks, SIZE), OWN);
 }
 
-static void predefined_handles_differ(void) {
+TEST(predefined_handles_differ) {
   const handle all[] = {MPIABI_BYTE,    MPIABI_INT8_T,    MPIABI_INT16_T,         MPIABI_INT32_T,  MPIABI_INT64_T,
                         MPIABI_UINT8_T, MPIABI_UINT16_T,  MPIABI_UINT32_T,        MPIABI_UINT64_T, MPIABI_FLOAT,
                         MPIABI_DOUBLE,  MPIABI_C_COMPLEX, MPIABI_C_DOUBLE_COMPLEX};
@@ -84,9 +82,8 @@ static void predefined_handles_differ(void) {
   CHECK_EQUAL(MPIABI_SUCCESS, 0);
 }
 
-static void a_communicator_is_the_one_expected(void) {
+TEST(a_communicator_is_the_one_expected) {
   int rank = -1, size = -1, provided = -1, flag = 0;
-  prepare();
   CHECK_EQUAL(MPIABI_Init_thread(NULL, NULL, MPIABI_THREAD_FUNNELED, &provided), 0);
   CHECK_EQUAL(MPIABI_Is_thread_main(&flag), 0);
   CHECK(flag);
@@ -104,8 +101,7 @@ static void a_communicator_is_the_one_expected(void) {
 }
 
 /* Whoever gets none, of a program that was not looked at, learns of it in the first operation. */
-static void none_is_made_up(void) {
-  prepare();
+TEST(none_is_made_up) {
   struct communicator *made = connect(ranks, SIZE);
   handle none[] = {split(NULL, 0), split(made, OWN + 1)};
   FOR_EACH (handle *, found, none) {
@@ -125,10 +121,9 @@ static void none_is_made_up(void) {
   CHECK(is_blank(out, 0, ROOM));
 }
 
-static void one_for_this_rank_alone(void) {
+TEST(one_for_this_rank_alone) {
   static const int own[] = {1};
   int size = 0;
-  prepare();
   struct communicator *made = connect(own, 1), *several = connect(ranks, SIZE);
   sharded_expect(made);
   handle found = split(several, OWN);
@@ -141,9 +136,8 @@ static void one_for_this_rank_alone(void) {
   CHECK(MPIABI_Comm_size(found, &size) != 0);
 }
 
-static void connecting_may_fail(void) {
-  static const char *const functions[] = {"MPI_Comm_group", "MPI_Group_incl", "MPI_Comm_create_group"};
-  FOR_EACH (const char *const *, function, functions) {
+TEST(connecting_may_fail) {
+  FOR_VALUES (string, function, "MPI_Comm_group", "MPI_Group_incl", "MPI_Comm_create_group") {
     prepare();
     fake->fail(*function, 1, 77);
     CHECK(connect(ranks, SIZE) == NULL);
@@ -163,7 +157,7 @@ static const struct {
              {&MPIABI_UINT8_T, 6}, {&MPIABI_UINT16_T, 7}, {&MPIABI_UINT32_T, 8},   {&MPIABI_UINT64_T, 9},
              {&MPIABI_FLOAT, 11},  {&MPIABI_DOUBLE, 12},  {&MPIABI_C_COMPLEX, 15}, {&MPIABI_C_DOUBLE_COMPLEX, 18}};
 
-static void reductions_and_gathers(void) {
+TEST(reductions_and_gathers) {
   static const char *const names[] = {"SUM", "PROD", "MAX", "MIN"};
   const handle ops[] = {MPIABI_SUM, MPIABI_PROD, MPIABI_MAX, MPIABI_MIN};
   for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
@@ -196,7 +190,7 @@ static void reductions_and_gathers(void) {
   CHECK(called("MPI_Allreduce", 0)->in == fake->in_place);
 }
 
-static void messages(void) {
+TEST(messages) {
   handle found = comm(), receives = 0, sends[2] = {0, 0};
   CHECK_EQUAL(MPIABI_Irecv(out, 12, MPIABI_BYTE, OWN, 0, found, &receives), 0);
   CHECK_EQUAL(MPIABI_Isend(in, 12, MPIABI_BYTE, OWN, 0, found, &sends[0]), 0);
@@ -210,7 +204,7 @@ static void messages(void) {
   CHECK_SAME(out, in, 8);
 }
 
-static void a_message_of_another_length(void) {
+TEST(a_message_of_another_length) {
   handle found = comm(), request = 0;
   fake->deliver(((struct communicator *)found)->handle, 2, 0, in, 16);
   CHECK_EQUAL(MPIABI_Irecv(out, 12, MPIABI_BYTE, 2, 0, found, &request), 0);
@@ -219,7 +213,7 @@ static void a_message_of_another_length(void) {
   CHECK(is_blank(out, 0, ROOM));
 }
 
-static void what_mpi_refuses_is_told(void) {
+TEST(what_mpi_refuses_is_told) {
   handle request = 0, found = comm();
   fake->fail("MPI_Allreduce", 1, 77);
   CHECK(MPIABI_Allreduce(in, out, 5, MPIABI_FLOAT, MPIABI_SUM, found) != 0);
@@ -244,7 +238,7 @@ static void what_mpi_refuses_is_told(void) {
   fake->reset(); /* a request that MPI has kept */
 }
 
-static void one_call_at_a_time(void) {
+TEST(one_call_at_a_time) {
   handle found = comm(), request = 0;
   runtime.serialize = true;
   CHECK_EQUAL(MPIABI_Allreduce(in, out, 5, MPIABI_FLOAT, MPIABI_SUM, found), 0);
@@ -254,17 +248,3 @@ static void one_call_at_a_time(void) {
   pthread_mutex_unlock(&runtime.lock);
   runtime.serialize = false;
 }
-
-static const struct test tests[] = {
-    TEST(predefined_handles_differ),
-    TEST(a_communicator_is_the_one_expected),
-    TEST(none_is_made_up),
-    TEST(one_for_this_rank_alone),
-    TEST(connecting_may_fail),
-    TEST(reductions_and_gathers),
-    TEST(messages),
-    TEST(a_message_of_another_length),
-    TEST(what_mpi_refuses_is_told),
-    TEST(one_call_at_a_time),
-};
-MAIN(tests)

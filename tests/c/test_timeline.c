@@ -1,15 +1,11 @@
 /* The timeline: what is written of operations, and when some cannot be. */
-#define _GNU_SOURCE
 #include "observe/timeline.h"
 
 #include <errno.h>
-#include <regex.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include "observe/summary.h"
 #include "harness.h"
@@ -48,13 +44,7 @@ static void end(void) {
   context("a timeline '%.3000s'", text);
 }
 
-static bool has(const char *pattern) {
-  regex_t regex;
-  if (regcomp(&regex, pattern, REG_EXTENDED | REG_NOSUB | REG_NEWLINE) != 0) return CHECK(false);
-  int unlike = regexec(&regex, text, 0, NULL, 0);
-  regfree(&regex);
-  return unlike == 0;
-}
+static bool has(const char *pattern) { return is_like(text, pattern, REG_NOSUB | REG_NEWLINE, NULL); }
 
 static int lines_of(const char *name) {
   int count = 0;
@@ -65,7 +55,7 @@ static int lines_of(const char *name) {
 #define TIMES  "\"ts\":[0-9]+[.][0-9]{3},\"dur\":[0-9]+[.][0-9]{3},"
 #define PLACED "\"ph\":\"X\",\"pid\":7,\"tid\":1," TIMES
 
-static void operations_are_written(void) {
+TEST(operations_are_written) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t number = COMM(comm), sites[] = {number, 0, 2};
   CHECK(call_site_add(ROW_bcast, sites, F32, N, "a \"b\" \\ c.py:3 (f)"));
@@ -90,7 +80,7 @@ static void operations_are_written(void) {
   CHECK_EQUAL(lines_of("\"ts\""), 5);
 }
 
-static void nothing_is_written_unasked(void) {
+TEST(nothing_is_written_unasked) {
   begin(1 << 20);
   end();
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE))));
@@ -105,7 +95,7 @@ static void *many_barriers(void *comm) {
 }
 
 /* More than a block holds, by two threads at once, while the writer writes; a third then takes the place of one. */
-static void threads_have_tracks(void) {
+TEST(threads_have_tracks) {
   pthread_t threads[2];
   void *error;
   int64_t comm = COMM(world(PLACE, SIZE));
@@ -123,7 +113,7 @@ static void threads_have_tracks(void) {
 }
 
 /* Which has the file, but not the thread that writes. */
-static void a_child_of_fork_leaves_it_alone(void) {
+TEST(a_child_of_fork_leaves_it_alone) {
   int status = -1;
   begin(1 << 20);
   pid_t child = fork();
@@ -152,7 +142,7 @@ static int track_of_phase(char phase) {
   return line != NULL ? atoi(line + strlen(begin)) : -1;
 }
 
-static void what_takes_long_is_begun(void) {
+TEST(what_takes_long_is_begun) {
   begin(1 << 20);
   fake->linger_ms = 1300;
   pthread_t thread;
@@ -176,7 +166,7 @@ static void what_takes_long_is_begun(void) {
   CHECK_EQUAL(track_of_phase('E'), track_of_phase('B'));
 }
 
-static void a_file_has_a_limit(void) {
+TEST(a_file_has_a_limit) {
   begin(1000);
   int64_t comm = COMM(world(PLACE, SIZE));
   CHECK(many_barriers(&comm) == NULL);
@@ -185,18 +175,19 @@ static void a_file_has_a_limit(void) {
   CHECK(has("\"lost\":19[0-9][0-9],\"limit\":true"));
 }
 
-/* As a full disk does, a limit of the system's stops files from growing. */
-static void a_full_disk_ends_it(void) {
+/* As a full disk does, a limit of the system's stops files from growing; 0: as before. */
+static void limit_files(rlim_t bytes) {
+  static struct rlimit usual;
+  if (bytes > 0) getrlimit(RLIMIT_FSIZE, &usual);
+  signal(SIGXFSZ, bytes > 0 ? SIG_IGN : SIG_DFL);
+  setrlimit(RLIMIT_FSIZE, bytes > 0 ? &(struct rlimit){bytes, usual.rlim_max} : &usual);
+}
+
+TEST(a_full_disk_ends_it) {
   const char *reason = "";
-  struct rlimit usual, none;
-  getrlimit(RLIMIT_FSIZE, &usual);
-  none = usual;
-  none.rlim_cur = 0;
-  signal(SIGXFSZ, SIG_IGN);
-  setrlimit(RLIMIT_FSIZE, &none);
+  limit_files(1);
   int error = timeline_open(folder, "full.json", 1 << 20, &reason);
-  setrlimit(RLIMIT_FSIZE, &usual);
-  signal(SIGXFSZ, SIG_DFL);
+  limit_files(0);
   CHECK_EQUAL(error, EFBIG);
   CHECK(strcmp(reason, strerror(EFBIG)) == 0);
   CHECK(!atomic_load(&timeline_on));
@@ -207,43 +198,31 @@ static void a_full_disk_ends_it(void) {
 }
 
 /* Later: what is there stays as it is, to a line that is cut, and it is said once. */
-static void a_disk_that_becomes_full_ends_it(void) {
+TEST(a_disk_that_becomes_full_ends_it) {
   enum { ROOM = 300 };
-  static char said[1000];
   int64_t comm = COMM(world(PLACE, SIZE));
-  int pipes[2], errors = dup(STDERR_FILENO);
-  struct rlimit usual, less;
-  getrlimit(RLIMIT_FSIZE, &usual);
-  less = usual;
-  less.rlim_cur = ROOM;
   begin(1 << 20);
-  if (pipe(pipes) != 0) abort();
-  dup2(pipes[1], STDERR_FILENO);
-  signal(SIGXFSZ, SIG_IGN);
-  setrlimit(RLIMIT_FSIZE, &less);
+  catch_stderr();
+  limit_files(ROOM);
   void *error = many_barriers(&comm);
   for (int i = 0; i < 300 && atomic_load(&timeline_on); i++) usleep(10000);
   bool on = atomic_load(&timeline_on);
-  setrlimit(RLIMIT_FSIZE, &usual);
-  signal(SIGXFSZ, SIG_DFL);
+  limit_files(0);
   usleep(250000); /* the writer looks again */
   void *after = barrier(&comm);
   timeline_close();
-  dup2(errors, STDERR_FILENO);
-  close(errors), close(pipes[1]);
-  ssize_t length = read(pipes[0], said, sizeof said - 1);
-  close(pipes[0]);
+  release_stderr();
   SUCCEEDS(error);
   SUCCEEDS(after);
   CHECK(!on);
   static const char told[] = "jaxmpi: rank 7 cannot write its timeline any more: ";
-  CHECK(length > 0 && strncmp(said, told, sizeof told - 1) == 0 && strstr(said + 1, "jaxmpi: ") == NULL);
+  CHECK(strncmp(caught, told, sizeof told - 1) == 0 && strstr(caught + 1, "jaxmpi: ") == NULL);
   read_file();
   CHECK_EQUAL(strlen(text), ROOM);
   remove(path);
 }
 
-static void a_file_that_is_there_stays(void) {
+TEST(a_file_that_is_there_stays) {
   const char *reason = "";
   begin(1 << 20);
   timeline_close();
@@ -258,7 +237,7 @@ static void a_file_that_is_there_stays(void) {
 }
 
 /* A name of any length, with any bytes, stands in a line that is whole. */
-static void names_may_be_long(void) {
+TEST(names_may_be_long) {
   static char site[3][70000];
   struct communicator *comm = world(PLACE, SIZE);
   int64_t number = COMM(comm), root[] = {number, 0, 2};
@@ -302,7 +281,7 @@ static void *send_twice(void *given) {
 
 /* All that a thread does is on one track, and on that nothing else, however many threads come while the file is being
  * written. */
-static void tracks_keep_their_numbers(void) {
+TEST(tracks_keep_their_numbers) {
   static pthread_t threads[THREADS];
   static int track_of[THREADS], tag_of[4 * THREADS];
   int64_t comm = COMM(world(PLACE, SIZE));
@@ -338,7 +317,7 @@ int clock_gettime(clockid_t clock, struct timespec *time) {
   return result;
 }
 
-static void the_time_of_day_may_be_set_back(void) {
+TEST(the_time_of_day_may_be_set_back) {
   int64_t comm = COMM(world(PLACE, SIZE));
   ahead = 3600;
   begin(1 << 20);
@@ -354,22 +333,3 @@ static void the_time_of_day_may_be_set_back(void) {
   CHECK_EQUAL(barriers, 1);
 }
 #endif
-
-static const struct test tests[] = {
-    TEST(operations_are_written),
-    TEST(nothing_is_written_unasked),
-    TEST(threads_have_tracks),
-    TEST(a_child_of_fork_leaves_it_alone),
-    TEST(what_takes_long_is_begun),
-    TEST(a_file_has_a_limit),
-    TEST(a_full_disk_ends_it),
-    TEST(a_disk_that_becomes_full_ends_it),
-    TEST(a_file_that_is_there_stays),
-    TEST(names_may_be_long),
-    TEST(tracks_keep_their_numbers),
-#ifdef __linux__
-    TEST(the_time_of_day_may_be_set_back),
-#endif
-};
-
-MAIN(tests)

@@ -1,10 +1,5 @@
 /* The watch: what is reported of a call that waits, and what is not. */
-#define _GNU_SOURCE
 #include "observe/watchdog.h"
-
-#include <regex.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include "harness.h"
 
@@ -13,7 +8,6 @@ enum { PLACE = 1, SIZE = 3, N = 5, LONG_MS = 300 };
 #define LIMIT 0.04
 
 static float in[SIZE * N], out[SIZE * N];
-static char text[8192];
 
 static void place(char *told, size_t size) { snprintf(told, size, "here.py:7"); }
 
@@ -28,38 +22,30 @@ static ffi_error *run_in_thread(const int64_t *comm) {
   return error;
 }
 
-/* Runs an operation that waits, and takes what is said meanwhile and just after. */
-static void run_waiting(int ms, const char *operation, struct array a, struct array b, const int64_t attributes[]) {
-  int usual = dup(STDERR_FILENO);
-  FILE *caught = tmpfile();
-  if (caught == NULL || usual < 0 || dup2(fileno(caught), STDERR_FILENO) < 0) abort();
-  fake->linger_ms = ms;
-  ffi_error *error = in_thread ? run_in_thread(attributes) : run(operation, a, b, attributes);
-  usleep(100000); /* for the watch to see that it is done */
-  dup2(usual, STDERR_FILENO);
-  close(usual);
-  rewind(caught);
-  text[fread(text, 1, sizeof text - 1, caught)] = '\0';
-  fclose(caught);
-  context("%s, of which was said '%s'", operation, text);
-  SUCCEEDS(error);
-}
-#define WAITING(operation, a, b, ...) run_waiting(LONG_MS, operation, a, b, (const int64_t[]){__VA_ARGS__})
-
-static bool said(const char *pattern) {
-  regex_t regex;
-  if (regcomp(&regex, pattern, REG_EXTENDED | REG_NOSUB) != 0) return CHECK(false);
-  int unlike = regexec(&regex, text, 0, NULL, 0);
-  regfree(&regex);
-  return unlike == 0;
-}
-
 static void start(void) {
   if (runtime.rank != 7) runtime.rank = 7; /* in COMM_WORLD, not in the communicator; the watch reads it */
   watchdog_configure(LIMIT, false, place);
 }
 
-static void what_waits_is_reported_once(void) {
+/* Runs an operation that waits, and takes what is said meanwhile and just after. */
+static void run_waiting(int ms, const char *operation, struct array a, struct array b, const int64_t attributes[]) {
+  catch_stderr();
+  fake->linger_ms = ms;
+  ffi_error *error = in_thread ? run_in_thread(attributes) : run(operation, a, b, attributes);
+  usleep(100000); /* for the watch to see that it is done */
+  release_stderr();
+  SUCCEEDS(error);
+}
+/* The same as the watch begins. */
+static void run_watched(const char *operation, struct array a, struct array b, const int64_t attributes[]) {
+  start();
+  run_waiting(LONG_MS, operation, a, b, attributes);
+}
+#define WAITING(operation, a, b, ...) run_watched(operation, a, b, (const int64_t[]){__VA_ARGS__})
+
+static bool said(const char *pattern) { return is_like(caught, pattern, REG_NOSUB, NULL); }
+
+TEST(what_waits_is_reported_once) {
   start();
   struct communicator *comm = world(PLACE, SIZE);
   atomic_store(&comm->name, "weather");
@@ -71,52 +57,42 @@ static void what_waits_is_reported_once(void) {
   atomic_store(&comm->name, NULL);
 }
 
-static void attributes_are_named(void) {
+TEST(attributes_are_named) {
   int64_t comm = COMM(world(PLACE, SIZE));
-  start();
   WAITING("send", ARRAY(F32, in, N), NONE, comm, 2, 9);
   CHECK(said("in send of 5 float32, dest 2, tag 9, as rank 1 of 3 on a communicator "));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), comm, 2);
   CHECK(said("in bcast of 5 float32, root 2, as rank 1 of 3"));
-  start();
   WAITING("barrier", NONE, NONE, comm);
   CHECK(said("in barrier, as rank 1 of 3"));
-  start();
   derivative = 2;
   WAITING("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), comm, reduction("MAX"));
   CHECK(said("of 5 float32 [(]a cotangent[)], op MAX"));
-  start();
   float data[N] = {0};
   fake->deliver(world(PLACE, SIZE)->handle, 2, 4, data, sizeof data);
   WAITING("recv", NONE, ARRAY(F32, out, N), comm, fake->any_source, 0, fake->any_tag);
   CHECK(said("in recv of 5 float32, source any rank, any tag, as"));
 }
 
-static void lines_of_the_program_are_named(void) {
+TEST(lines_of_the_program_are_named) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t attributes[] = {COMM(comm), 0, 2}; /* comm, derivative, root */
   int row = ROW_bcast;
   CHECK(call_site_add(row, attributes, F32, N, "a.py:1 (f)"));
   CHECK(call_site_add(row, attributes, F32, N, "a.py:1 (f)"));
   CHECK(call_site_add(row, attributes, F32, 2 * N, "b.py:2 (g)"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2);
   CHECK(said("; called at a.py:1 [(]f[)]; Python"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 2 * N), COMM(comm), 2);
   CHECK(said("; called at b.py:2 [(]g[)]; Python"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 3), COMM(comm), 2); /* another call */
   CHECK(!said("called at"));
   watchdog_stop(); /* it reads what changes */
   comm->chunk = LEAST_CHUNK;
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 3), COMM(comm), 2); /* it may be a chunk: any of them */
   watchdog_stop();
   comm->chunk = 0;
   CHECK(said("; called at b.py:2 [(]g[)] or a.py:1 [(]f[)]; Python"));
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 0);
   CHECK(!said("called at"));
   for (int i = 0; i < 5; i++) {
@@ -124,30 +100,29 @@ static void lines_of_the_program_are_named(void) {
     snprintf(line, sizeof line, "c.py:%d", i);
     CHECK(call_site_add(row, attributes, F32, 4, line));
   }
-  start();
   WAITING("bcast", NONE, ARRAY(F32, out, 4), COMM(comm), 2);
   CHECK(said("called at c.py:4 or c.py:3 or c.py:2 or 2 more lines; Python"));
 }
 
-static void what_does_not_wait_is_not_reported(void) {
+TEST(what_does_not_wait_is_not_reported) {
   start();
   for (int i = 0; i < 100; i++) {
     run_waiting(0, "barrier", NONE, NONE, (const int64_t[]){COMM(world(PLACE, SIZE))});
-    CHECK_EQUAL(text[0], '\0');
+    CHECK_EQUAL(caught[0], '\0');
     i += 10;
   }
 }
 
-static void a_failure_ends_the_wait(void) {
+TEST(a_failure_ends_the_wait) {
   start();
   fake->fail("MPI_Send", 1, 77);
   ffi_error *error = RUN("send", ARRAY(F32, in, N), NONE, COMM(world(PLACE, SIZE)), 2, 9);
   FAILS(error, FFI_INTERNAL, "MPI_Send failed");
   run_waiting(0, "barrier", NONE, NONE, (const int64_t[]){COMM(world(PLACE, SIZE))});
-  CHECK_EQUAL(text[0], '\0');
+  CHECK_EQUAL(caught[0], '\0');
 }
 
-static void reports_get_rarer(void) {
+TEST(reports_get_rarer) {
   start();
   struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
   int reports = 0;
@@ -158,15 +133,15 @@ static void reports_get_rarer(void) {
   CHECK(reports >= 2 && reports <= 3); /* after 0.04, 0.08, 0.16 and not 0.32 s */
 }
 
-static void nothing_is_said_after_the_end(void) {
+TEST(nothing_is_said_after_the_end) {
   start();
   watchdog_stop();
-  WAITING("barrier", NONE, NONE, COMM(world(PLACE, SIZE)));
-  CHECK_EQUAL(text[0], '\0');
+  run_waiting(LONG_MS, "barrier", NONE, NONE, (const int64_t[]){COMM(world(PLACE, SIZE))});
+  CHECK_EQUAL(caught[0], '\0');
 }
 
 /* Records are used again, but numbers begin anew. */
-static void threads_count_for_themselves(void) {
+TEST(threads_count_for_themselves) {
   for (int i = 0; i < 3; i++) {
     start();
     in_thread = true;
@@ -177,7 +152,7 @@ static void threads_count_for_themselves(void) {
 }
 
 /* Two jobs, of 16 and 17 ranks, that have a launcher. */
-static void among_many_ranks_the_launcher_tells(void) {
+TEST(among_many_ranks_the_launcher_tells) {
   char folder[] = "/tmp/jaxmpi-test-XXXXXX", file[64];
   struct communicator *before = runtime.world;
   if (mkdtemp(folder) == NULL || setenv("JAXMPI_JOB_FOLDER", folder, 1) != 0) abort();
@@ -194,17 +169,3 @@ static void among_many_ranks_the_launcher_tells(void) {
   runtime.world = before;
   CHECK_EQUAL(rmdir(folder), 0);
 }
-
-static const struct test tests[] = {
-    TEST(what_waits_is_reported_once),
-    TEST(attributes_are_named),
-    TEST(lines_of_the_program_are_named),
-    TEST(what_does_not_wait_is_not_reported),
-    TEST(a_failure_ends_the_wait),
-    TEST(reports_get_rarer),
-    TEST(threads_count_for_themselves),
-    TEST(nothing_is_said_after_the_end),
-    TEST(among_many_ranks_the_launcher_tells),
-};
-
-MAIN(tests)

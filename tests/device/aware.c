@@ -39,51 +39,51 @@ static void *reach(const void *buffer) {
   return found;
 }
 
-EXPORT int MPI_Allgather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm comm) {
-  return PMPI_Allgather(reach(in), n, t, reach(out), m, u, comm);
-}
-
-EXPORT int MPI_Allreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
-  return PMPI_Allreduce(reach(in), reach(out), n, t, op, comm);
-}
-
-EXPORT int MPI_Alltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm comm) {
-  return PMPI_Alltoall(reach(in), n, t, reach(out), m, u, comm);
-}
-
-EXPORT int MPI_Bcast(void *buffer, int n, MPI_Datatype t, int root, MPI_Comm comm) {
-  return PMPI_Bcast(reach(buffer), n, t, root, comm);
-}
-
-EXPORT int MPI_Gather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root,
-                      MPI_Comm comm) {
-  return PMPI_Gather(reach(in), n, t, reach(out), m, u, root, comm);
-}
-
-EXPORT int MPI_Isend(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm comm, MPI_Request *request) {
-  return PMPI_Isend(reach(in), n, t, dest, tag, comm, request);
-}
-
-EXPORT int MPI_Mrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status *status) {
-  return PMPI_Mrecv(reach(out), n, t, message, status);
-}
-
-EXPORT int MPI_Reduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int root, MPI_Comm comm) {
-  return PMPI_Reduce(reach(in), reach(out), n, t, op, root, comm);
-}
-
-EXPORT int MPI_Scan(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
-  return PMPI_Scan(reach(in), reach(out), n, t, op, comm);
-}
-
-EXPORT int MPI_Scatter(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root,
-                       MPI_Comm comm) {
-  return PMPI_Scatter(reach(in), n, t, reach(out), m, u, root, comm);
-}
-
-EXPORT int MPI_Send(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm comm) {
-  return PMPI_Send(reach(in), n, t, dest, tag, comm);
-}
+#define PASS_ON(name, parameters, ...) \
+  EXPORT int MPI_##name parameters { return PMPI_##name(__VA_ARGS__); }
+PASS_ON(Allgather, (const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm comm), reach(in),
+        n, t, reach(out), m, u, comm)
+PASS_ON(Allreduce, (const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm), reach(in), reach(out),
+        n, t, op, comm)
+PASS_ON(Alltoall, (const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm comm), reach(in),
+        n, t, reach(out), m, u, comm)
+PASS_ON(Bcast, (void *buffer, int n, MPI_Datatype t, int root, MPI_Comm comm), reach(buffer), n, t, root, comm)
+PASS_ON(Gather, (const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root, MPI_Comm comm),
+        reach(in), n, t, reach(out), m, u, root, comm)
+PASS_ON(Isend, (const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm comm, MPI_Request *request),
+        reach(in), n, t, dest, tag, comm, request)
+PASS_ON(Mrecv, (void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status *status), reach(out), n, t, message,
+        status)
+PASS_ON(Reduce, (const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int root, MPI_Comm comm), reach(in),
+        reach(out), n, t, op, root, comm)
+PASS_ON(Scan, (const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm), reach(in), reach(out), n, t,
+        op, comm)
+PASS_ON(Scatter, (const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root, MPI_Comm comm),
+        reach(in), n, t, reach(out), m, u, root, comm)
+PASS_ON(Send, (const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm comm), reach(in), n, t, dest, tag,
+        comm)
+PASS_ON(Allgatherv,
+        (const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[], MPI_Datatype u,
+         MPI_Comm comm),
+        reach(in), n, t, reach(out), counts, offsets, u, comm)
+PASS_ON(Alltoallv,
+        (const void *in, const int sent[], const int from[], MPI_Datatype t, void *out, const int received[],
+         const int to[], MPI_Datatype u, MPI_Comm comm),
+        reach(in), sent, from, t, reach(out), received, to, u, comm)
+PASS_ON(Exscan, (const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm), reach(in), reach(out), n,
+        t, op, comm)
+PASS_ON(Gatherv,
+        (const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[], MPI_Datatype u,
+         int root, MPI_Comm comm),
+        reach(in), n, t, reach(out), counts, offsets, u, root, comm)
+PASS_ON(Reduce_scatter, (const void *in, void *out, const int counts[], MPI_Datatype t, MPI_Op op, MPI_Comm comm),
+        reach(in), reach(out), counts, t, op, comm)
+PASS_ON(Reduce_scatter_block, (const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm), reach(in),
+        reach(out), n, t, op, comm)
+PASS_ON(Scatterv,
+        (const void *in, const int counts[], const int offsets[], MPI_Datatype t, void *out, int m, MPI_Datatype u,
+         int root, MPI_Comm comm),
+        reach(in), counts, offsets, t, reach(out), m, u, root, comm)
 
 /* As Open MPI's mpi-ext.h and MPICH's mpi.h declare them. */
 EXPORT int MPIX_Query_cuda_support(void);
@@ -102,36 +102,4 @@ EXPORT int MPIX_GPU_query_support(int type, int *is) {
   enum { CUDA = 0, HIP = 2 };
   *is = (type == CUDA || type == HIP) && supported();
   return MPI_SUCCESS;
-}
-
-EXPORT int MPI_Allgatherv(const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[],
-                          MPI_Datatype u, MPI_Comm comm) {
-  return PMPI_Allgatherv(reach(in), n, t, reach(out), counts, offsets, u, comm);
-}
-
-EXPORT int MPI_Alltoallv(const void *in, const int sent[], const int from[], MPI_Datatype t, void *out,
-                         const int received[], const int to[], MPI_Datatype u, MPI_Comm comm) {
-  return PMPI_Alltoallv(reach(in), sent, from, t, reach(out), received, to, u, comm);
-}
-
-EXPORT int MPI_Exscan(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
-  return PMPI_Exscan(reach(in), reach(out), n, t, op, comm);
-}
-
-EXPORT int MPI_Gatherv(const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[],
-                       MPI_Datatype u, int root, MPI_Comm comm) {
-  return PMPI_Gatherv(reach(in), n, t, reach(out), counts, offsets, u, root, comm);
-}
-
-EXPORT int MPI_Reduce_scatter(const void *in, void *out, const int counts[], MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
-  return PMPI_Reduce_scatter(reach(in), reach(out), counts, t, op, comm);
-}
-
-EXPORT int MPI_Reduce_scatter_block(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
-  return PMPI_Reduce_scatter_block(reach(in), reach(out), n, t, op, comm);
-}
-
-EXPORT int MPI_Scatterv(const void *in, const int counts[], const int offsets[], MPI_Datatype t, void *out, int m,
-                        MPI_Datatype u, int root, MPI_Comm comm) {
-  return PMPI_Scatterv(reach(in), counts, offsets, t, reach(out), m, u, root, comm);
 }

@@ -975,7 +975,6 @@ FUNCTION(hipLaunchHostFunc, , (void *stream, void (*call)(void *), void *data), 
 
 #else
 
-typedef unsigned long long address;
 #define POINTER(address) ((void *)(uintptr_t)(address))
 
 static const unsigned host_flags = 0x7, event_flags = 0x7; /* that exist */
@@ -1021,22 +1020,6 @@ static int cuda_text(int code, const char **found, bool in_words) {
 }
 
 /* Between host and device only. */
-struct cuda_rows {
-  size_t from_x, from_y;
-  int from_kind;
-  const void *from_host;
-  address from_device;
-  void *from_array;
-  size_t from_pitch;
-  size_t to_x, to_y;
-  int to_kind;
-  void *to_host;
-  address to_device;
-  void *to_array;
-  size_t to_pitch;
-  size_t width, rows;
-};
-
 static int cuda_copy_rows(const struct cuda_rows *r, void *stream) {
   enum { ON_HOST = 1, ON_DEVICE = 2 };
   bool down = r->from_kind == ON_DEVICE && r->to_kind == ON_HOST,

@@ -97,6 +97,24 @@ struct fake_driver {
   void (*lose)(int code);
 };
 
+/* Of cuMemcpy2DAsync. */
+typedef unsigned long long address;
+struct cuda_rows {
+  size_t from_x, from_y;
+  int from_kind;
+  const void *from_host;
+  address from_device;
+  void *from_array;
+  size_t from_pitch;
+  size_t to_x, to_y;
+  int to_kind;
+  void *to_host;
+  address to_device;
+  void *to_array;
+  size_t to_pitch;
+  size_t width, rows;
+};
+
 struct fake_driver *fake_driver(void);
 
 #endif

@@ -1,9 +1,4 @@
-/* Plans of arrays on device memory: random boxes, copied by the driver, against the same call on the host.
- *
- * FAKE_DRIVER names the library of the fake driver.
- */
-#include <stdlib.h>
-
+/* Plans of arrays on device memory: random boxes, copied by the driver, against the same call on the host. */
 #include "core/failure.h"
 #include "core/plan.h"
 #include "devices/transport.h"
@@ -138,31 +133,15 @@ static void begin(struct set *set) {
 
 static ffi_error *call_in(const struct memory *memory, struct set *set, const struct plan *plan) {
   struct array in[ARRAYS_AT_MOST], out[ARRAYS_AT_MOST];
-  struct frame frame;
+  const int64_t attributes[] = {registered(world(1, 2)), registered(plan)};
   for (int i = 0; i < set->arrays; i++) {
     int64_t elements = elements_of(&set->shapes[i]);
-    size_t bytes = (size_t)(elements * set->shapes[i].bytes);
-    in[i] = out[i] = ARRAY(set->shapes[i].dtype, NULL, elements);
-    if (bytes == 0) continue;
-    in[i].data = memory->host ? set->in[i] : driver->allocate(bytes);
-    out[i].data = set->aliased[i] ? in[i].data : memory->host ? set->out[i] : driver->allocate(bytes);
-    if (!memory->host) driver->write(in[i].data, set->in[i], bytes);
-    if (!memory->host && !set->aliased[i]) driver->write(out[i].data, set->out[i], bytes);
+    if (set->aliased[i]) memcpy(set->out[i], set->in[i], (size_t)(elements * set->shapes[i].bytes));
+    in[i] = ARRAY(set->shapes[i].dtype, set->aliased[i] ? set->out[i] : set->in[i], elements);
+    out[i] = ARRAY(set->shapes[i].dtype, set->out[i], elements);
   }
-  frame_make_lists(&frame, "exchange", in, set->arrays, out, set->arrays,
-                   (const int64_t[]){registered(world(1, 2)), registered(plan)});
-  ffi_error *error = frame_call_in(memory, &frame, "exchange");
-  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
-  if (!memory->host) driver->synchronize(xla_stream);
-  for (int i = 0; i < set->arrays; i++) {
-    size_t bytes = (size_t)(elements_of(&set->shapes[i]) * set->shapes[i].bytes);
-    if (bytes == 0) continue;
-    if (!memory->host) driver->read(set->out[i], out[i].data, bytes);
-    if (memory->host && set->aliased[i]) memcpy(set->out[i], set->in[i], bytes);
-    if (!memory->host && !set->aliased[i]) driver->release(out[i].data);
-    if (!memory->host) driver->release(in[i].data);
-  }
-  return error;
+  if (memory->host) return run_lists("exchange", in, set->arrays, out, set->arrays, attributes);
+  return call_there("exchange", in, set->arrays, out, set->arrays, attributes, NULL);
 }
 
 static void draw_set(struct set *set) {
@@ -180,7 +159,7 @@ static void draw_set(struct set *set) {
 
 static struct set on_host, on_device;
 
-static void random_boxes(void) {
+TEST(random_boxes) {
   draw_state = 88172645463325252ull;
   driver->slow = false;
   int boxed = 0;
@@ -206,11 +185,10 @@ static void random_boxes(void) {
   }
   CHECK(boxed > PLANS);
   driver->slow = true;
-  finish();
 }
 
 /* Of a large array two columns travel, one is filled, and one is added to. */
-static const struct plan *plan_of_columns(int64_t side, bool adds) {
+static struct plan *plan_of_columns(int64_t side, bool adds) {
   const int64_t column = 8 * side, message = LABEL_BYTES + 2 * column, row = 8 * side;
   struct numbers n = {.count = 0};
   PUT(&n, 4711, 1, adds, 0, message, message, 1, 1, 1, 1, 1, 0);
@@ -231,13 +209,11 @@ static void set_square(struct set *set, bool aliased) {
   begin(set);
 }
 
-static void only_what_travels_is_copied(void) {
+TEST_THROUGH(on_all, only_what_travels_is_copied, void) {
   runtime.copy_bytes = 64;
-  FOR_EACH(const enum transport *, transport, transports) for (int adds = 0; adds < 2; adds++) {
+  for (int adds = 0; adds < 2; adds++) {
     const struct plan *plan = plan_of_columns(SIDE, adds);
-    context("%s, adds %d", transport_names[*transport], adds);
-    runtime.transport = *transport;
-    fake->reset();
+    context("%s, adds %d", transport_names[runtime.transport], adds);
     driver->reset();
     set_square(&on_device, true);
     SUCCEEDS(call_in(space, &on_device, plan));
@@ -251,7 +227,6 @@ static void only_what_travels_is_copied(void) {
     CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync"), 0);
     CHECK_EQUAL(driver->calls("hipMemcpyAsync"), 0);
   }
-  finish();
 }
 
 /* Of an array 100 rows in three runs travel to its end: each run is one copy. Rows here and there are so many copies
@@ -266,7 +241,7 @@ static const struct plan *plan_of_list(const struct indices *list, int64_t rows,
   return planned(&n);
 }
 
-static void consecutive_indices_are_one_copy(void) {
+TEST(consecutive_indices_are_one_copy) {
   enum { ROWS = 512, ROW = 8, COUNT = 100 };
   runtime.copy_bytes = 64;
   runtime.transport = TRANSPORT_WAIT;
@@ -291,7 +266,6 @@ static void consecutive_indices_are_one_copy(void) {
         driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync") + driver->calls("hipMemcpyAsync");
     CHECK_EQUAL(copies, scattered ? 2 : 4);
   }
-  finish();
 }
 
 /* --- errors --- */
@@ -301,65 +275,41 @@ static ffi_error *call_again(void *plan) {
   return call_in(space, &on_device, plan);
 }
 
-static void failures_of_the_driver_are_errors(void) {
+TEST_THROUGH(on_all, failures_of_the_driver_are_errors, void) {
   runtime.copy_bytes = ALWAYS;
   driver->slow = false;
-  for (int adds = 0; adds < 2; adds++) {
-    const struct plan *plan = plan_of_columns(SIDE, adds);
-    FOR_EACH(const enum transport *, transport, transports) {
-      runtime.transport = *transport;
-      driver_fails(adds ? "a sum" : "a copy", "exchange", call_again, (void *)(uintptr_t)plan);
-    }
-  }
+  for (int adds = 0; adds < 2; adds++)
+    driver_fails(adds ? "a sum" : "a copy", "exchange", call_again, plan_of_columns(SIDE, adds));
   driver->slow = true;
-  finish();
 }
 
 /* Where nobody waits an error of MPI is the next operation's: all bits of what was to be received are set. */
-static void errors_are_deferred(void) {
+TEST_THROUGH(on_all, errors_are_deferred, void) {
   const struct plan *plan = plan_of_columns(SIDE, false);
   runtime.copy_bytes = ALWAYS;
-  FOR_EACH(const enum transport *, transport, leaving) {
-    context("transport %s", transport_names[*transport]);
-    runtime.transport = *transport;
-    fake->reset();
-    fake->fail("MPI_Mprobe", 1, 16);
-    set_square(&on_device, false);
-    SUCCEEDS(call_in(space, &on_device, plan));
-    for (int i = 0; i < SIDE * SIDE; i++) {
-      double got = on_device.out[0][i], right = i % SIDE == 3 ? 0 : 1 + 2 * i;
-      CHECK(i % SIDE < SIDE - 2 ? got == right : got != got);
-    }
-    fake->reset();
-    FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "an operation before it has failed", "MPI_Mprobe failed");
-  }
-  runtime.transport = TRANSPORT_WAIT;
-  fake->reset();
   fake->fail("MPI_Mprobe", 1, 16);
-  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "MPI_Mprobe failed");
+  set_square(&on_device, false);
+  ffi_error *error = call_in(space, &on_device, plan);
+  if (runtime.transport == TRANSPORT_WAIT) {
+    FAILS(error, FFI_INTERNAL, "MPI_Mprobe failed");
+    fake->reset();
+    return;
+  }
+  SUCCEEDS(error);
+  for (int i = 0; i < SIDE * SIDE; i++) {
+    double got = on_device.out[0][i], right = i % SIDE == 3 ? 0 : 1 + 2 * i;
+    CHECK(i % SIDE < SIDE - 2 ? got == right : got != got);
+  }
   fake->reset();
-  finish();
+  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "an operation before it has failed", "MPI_Mprobe failed");
 }
 
 /* Arrays that are not those of the plan are not touched. */
-static void arrays_must_be_those_of_the_plan(void) {
+TEST(arrays_must_be_those_of_the_plan) {
   const struct plan *plan = plan_of_columns(SIDE - 1, false);
   runtime.copy_bytes = ALWAYS;
   runtime.transport = TRANSPORT_WAIT;
   set_square(&on_device, false);
   FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "reinstall");
   CHECK_EQUAL(communications(), 0);
-  finish();
-}
-
-int main(int argc, char **argv) {
-  static const struct test tests[] = {
-      TEST(random_boxes),
-      TEST(only_what_travels_is_copied),
-      TEST(consecutive_indices_are_one_copy),
-      TEST(failures_of_the_driver_are_errors),
-      TEST(errors_are_deferred),
-      TEST(arrays_must_be_those_of_the_plan),
-  };
-  return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests);
 }

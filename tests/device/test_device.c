@@ -1,11 +1,7 @@
 /* Operations on device memory, on each transport, with the fake driver. They must have the same results and MPI calls
  * as on the host, break no rule of the driver, return each failure of the driver as an error, and leave nothing behind.
- *
- * FAKE_DRIVER names the library of the fake driver.
  */
 #include <dlfcn.h>
-#include <stdlib.h>
-#include <unistd.h>
 
 #include "core/failure.h"
 #include "core/plan.h"
@@ -42,37 +38,31 @@ static ffi_error *host_run(const struct operands *o, void *source, void *target)
   frame_make(&frame, o->operation, array_of(o->dtype, source, o->in),
              array_of(o->dtype, o->aliased ? source : target, o->out), o->attributes);
   ffi_error *error = frame_call(&frame, o->operation);
-  if (o->aliased) memcpy(target, source, bytes_of(o, o->out));
+  if (o->aliased && target != source) memcpy(target, source, bytes_of(o, o->out));
   return error;
 }
 
 static ffi_error *device_call(const struct operands *o, const void *source, void *target) {
-  struct frame frame;
-  size_t in = bytes_of(o, o->in), out = bytes_of(o, o->out);
-  void *from = in > 0 ? driver->allocate(in) : NULL;
-  void *to = out == 0 ? NULL : o->aliased ? from : driver->allocate(out);
-  if (in > 0) driver->write(from, source, in);
-  if (to != NULL && to != from) driver->write(to, target, out);
-  frame_make(&frame, o->operation, array_of(o->dtype, from, o->in), array_of(o->dtype, to, o->out), o->attributes);
-  ffi_error *error = frame_call_in(space, &frame, o->operation);
-  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
-  driver->synchronize(xla_stream);
-  if (to != NULL) driver->read(target, to, out);
-  if (to != NULL && to != from) driver->release(to);
-  if (from != NULL) driver->release(from);
-  return error;
+  if (o->aliased) memcpy(target, source, bytes_of(o, o->in));
+  struct array in = array_of(o->dtype, o->aliased ? target : (void *)(uintptr_t)source, o->in);
+  struct array out = array_of(o->dtype, target, o->out);
+  return call_there(o->operation, &in, o->in >= 0, &out, o->out >= 0, o->attributes, NULL);
 }
 
-/* --- transports --- */
-
-static void on(enum transport transport, bool aware) {
-  reduction("SUM"); /* made by one thread */
-  runtime.transport = transport;
-  runtime.aware = aware;
+/* A sum of float64 on two ranks: all of it, or a call with the arrays on the device. */
+static struct operands sum_of(int64_t count) {
+  return (struct operands){"allreduce", F64, count, count, {registered(world(0, 2)), reduction("SUM")}, false};
 }
+
+static ffi_error *give_reduction(int64_t op, void *in, void *out, int64_t count) {
+  return GIVE("allreduce", ARRAY(F64, in, count), ARRAY(F64, out, count), registered(world(0, 2)), op);
+}
+
+/* --- results --- */
 
 /* All operations on communicators of some sizes, as `count` elements a rank. */
-static void for_all(int dtype, int64_t count, void (*body)(const struct operands *, const struct communicator *)) {
+static void for_operations(int dtype, int64_t count,
+                           void (*body)(const struct operands *, const struct communicator *)) {
   static const struct {
     int rank, size;
   } places[] = {{0, 1}, {0, 2}, {1, 2}, {2, 3}};
@@ -136,6 +126,12 @@ static void set_chunks(int64_t bytes) {
     for (int rank = 0; rank < size; rank++) world(rank, size)->chunk = bytes;
 }
 
+/* The first bytes of `target` are sums of two ranks. */
+static void check_sum(size_t bytes) {
+  for (size_t i = 0; i < bytes; i++)
+    if (!CHECK_EQUAL(target[i], (unsigned char)(source[i] + 2))) return;
+}
+
 /* Arrays on the host go in the same chunks, where the communicator says so: other ranks' may lie on a device. */
 static void same_in_chunks(const struct operands *o, const struct communicator *comm) {
   struct communicator *whole = registry_at(comm->number);
@@ -150,45 +146,30 @@ static void same_in_chunks(const struct operands *o, const struct communicator *
   CHECK_SAME(target, host_target, ROOM);
 }
 
-static void chunks_on_the_host(void) {
-  static const int64_t counts[] = {0, 1, 4096 / 8, 4096 / 8 + 1, 2000 / 8, 2500};
+TEST(chunks_on_the_host) {
   set_chunks(LEAST_CHUNK);
-  FOR_EACH(const int64_t *, count, counts) for_all(F64, *count, same_in_chunks);
+  FOR_VALUES (int64_t, count, 0, 1, 4096 / 8, 4096 / 8 + 1, 2000 / 8, 2500) for_operations(F64, *count, same_in_chunks);
   struct communicator *comm = world(0, 2);
   struct operands o = {"alltoall", F64, 2 * 2500, 2 * 2500, {registered(comm)}, false};
   same_in_chunks(&o, comm);
   CHECK_EQUAL(times_called("MPI_Alltoall"), (2500 * 8 + LEAST_CHUNK - 1) / LEAST_CHUNK);
-  set_chunks(0);
-  finish();
 }
 
-static void results_are_those_of_the_host(void) {
-  static const int64_t counts[] = {0, 1, 7, 1000};
-  FOR_EACH(const enum transport *, transport, transports)
-  FOR_EACH(const int64_t *, count, counts) {
-    on(*transport, false);
-    for_all(F64, *count, same_as_on_host);
-    for_all(U8, *count, same_as_on_host);
+TEST_THROUGH(on_all, results_are_those_of_the_host, void) {
+  FOR_VALUES (int64_t, count, 0, 1, 7, 1000) {
+    for_operations(F64, *count, same_as_on_host);
+    for_operations(U8, *count, same_as_on_host);
   }
-  finish();
 }
 
-static void chunks_are_joined(void) {
-  static const int64_t counts[] = {0, 1, 4096 / 8, 4096 / 8 + 1, 9 * 4096 / 8, 2000 / 8};
+TEST_THROUGH(on_all, chunks_are_joined, void) {
   set_chunks(LEAST_CHUNK);
-  FOR_EACH(const enum transport *, transport, transports)
-  FOR_EACH(const int64_t *, count, counts) {
-    on(*transport, false);
-    if (*count * 8 * 3 <= ROOM) for_all(F64, *count, same_as_on_host);
-  }
-  on(TRANSPORT_CALLBACK, false);
-  struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), reduction("SUM")}, false};
-  same_as_on_host(&o, comm);
+  FOR_VALUES (int64_t, count, 0, 1, 4096 / 8, 4096 / 8 + 1, 9 * 4096 / 8, 2000 / 8)
+    if (*count * 8 * 3 <= ROOM) for_operations(F64, *count, same_as_on_host);
+  struct operands o = sum_of(ROOM / 8);
+  same_as_on_host(&o, world(0, 2));
   CHECK_EQUAL(times_called("MPI_Allreduce"), ROOM / LEAST_CHUNK);
   CHECK_EQUAL(driver->calls("cuStreamCreate") + driver->calls("hipStreamCreateWithFlags"), 3);
-  set_chunks(0);
-  finish();
 }
 
 /* --- the aware transport --- */
@@ -213,47 +194,22 @@ static void device_pointers(const struct operands *o, const struct communicator 
   CHECK_EQUAL(driver->live_pinned, 0);
 }
 
-static void an_aware_library_gets_device_pointers(void) {
+TEST(an_aware_library_gets_device_pointers) {
   fill(source, ROOM);
   on(TRANSPORT_FLAGS, true);
-  for_all(F64, 100, device_pointers);
-  for_all(F64, 0, device_pointers);
+  for_operations(F64, 100, device_pointers);
+  for_operations(F64, 0, device_pointers);
   struct communicator *comm = world(0, 2);
   context("a reduction of our own");
   struct operands o = {
       "allreduce", F64, 10, 10, {registered(comm), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
   same_as_on_host(&o, comm); /* not predefined, as far as the core knows: copied */
-  finish();
 }
 
 /* --- requests --- */
 
-/* A frame with copies of these arrays on the device. */
-static ffi_error *run_there(const char *operation, const struct array in[], int in_count, const struct array out[],
-                            int out_count, const int64_t attributes[]) {
-  struct frame frame;
-  struct array arrays[8] = {NONE};
-  size_t bytes[8];
-  for (int i = 0; i < in_count + out_count; i++) {
-    arrays[i] = i < in_count ? in[i] : out[i - in_count];
-    bytes[i] = (size_t)arrays[i].dims[0] * datatype_find(arrays[i].dtype)->bytes;
-    void *there = driver->allocate(bytes[i]);
-    driver->write(there, arrays[i].data, bytes[i]);
-    arrays[i].data = there;
-  }
-  frame_make_lists(&frame, operation, arrays, in_count, arrays + in_count, out_count, attributes);
-  ffi_error *error = frame_call_in(space, &frame, operation);
-  memset(&frame, 0xaa, sizeof frame);
-  driver->synchronize(xla_stream);
-  for (int i = 0; i < in_count + out_count; i++) {
-    if (i >= in_count) driver->read(out[i - in_count].data, arrays[i].data, bytes[i]);
-    driver->release(arrays[i].data);
-  }
-  return error;
-}
-
 static ffi_error *start_there(const char *operation, struct array in, float *id, const int64_t attributes[]) {
-  return run_there(operation, &in, in.rank >= 0, &ARRAY(F32, id, 2), 1, attributes);
+  return call_there(operation, &in, in.rank >= 0, &ARRAY(F32, id, 2), 1, attributes, NULL);
 }
 #define START_THERE(operation, in, id, ...) start_there(operation, in, id, (const int64_t[]){__VA_ARGS__})
 
@@ -261,7 +217,7 @@ static ffi_error *wait_there(const struct communicator *comm, float ids[][2], in
                              int out_count) {
   struct array in[4];
   for (int i = 0; i < count; i++) in[i] = ARRAY(F32, ids[i], 2);
-  return run_there("wait", in, count, out, out_count, (const int64_t[]){registered(comm), 0});
+  return call_there("wait", in, count, out, out_count, (const int64_t[]){registered(comm), 0}, NULL);
 }
 
 /* MPI gets what is in flight, which is on the host. */
@@ -315,57 +271,43 @@ static void a_request_of_an_exchange(const struct communicator *comm) {
   SUCCEEDS(START_THERE("exchange_start", ARRAY(F64, given, 5), id, c, plan));
   CHECK_EQUAL(requests_in_flight(), 1);
   struct array in[] = {ARRAY(F64, given, 5), ARRAY(F32, id, 2)}, out = ARRAY(F64, got, 5);
-  SUCCEEDS(run_there("exchange_finish", in, 2, &out, 1, (const int64_t[]){c, plan, 0}));
+  SUCCEEDS(call_there("exchange_finish", in, 2, &out, 1, (const int64_t[]){c, plan, 0}, NULL));
   CHECK_SAME(got, right, sizeof right);
   check_on_host();
   CHECK_EQUAL(requests_in_flight() + fake->live_requests + fake->queued + fake->live_matched, 0);
 }
 
-/* On all transports, also where MPI reaches the device, and also in chunks, which requests are never divided into. */
-static void requests_are_staged(void) {
-  FOR_EACH(const enum transport *, transport, transports)
-  for (int way = 0; way < 4; way++) {
-    on(*transport, way & 1);
-    set_chunks(way & 2 ? LEAST_CHUNK : 0);
+/* Also where MPI reaches the device, and also in chunks, which requests are never divided into. */
+TEST_THROUGH(on_all, requests_are_staged, void) {
+  for (int way = 0; way < 4; way++)
     for (int rank = 0; rank < 3; rank += 2) {
-      context("rank %d of %d, transport %s, way %d", rank, rank + 1, transport_names[*transport], way);
+      context("rank %d of %d, transport %s, way %d", rank, rank + 1, transport_names[runtime.transport], way);
+      runtime.aware = way & 1;
+      set_chunks(way & 2 ? LEAST_CHUNK : 0);
       requests_of_operations(world(rank, rank + 1));
       a_request_of_an_exchange(world(rank, rank + 1));
     }
-  }
-  set_chunks(0);
-  finish();
 }
 
 /* Where nobody waits, a start that has failed has no numbers, and the wait tells why. */
-static void errors_of_requests_are_deferred(void) {
+TEST_THROUGH(on_leaving, errors_of_requests_are_deferred, void) {
   struct communicator *comm = world(0, 2);
   float ids[1][2] = {{0, 0}};
-  FOR_EACH(const enum transport *, transport, leaving) {
-    context("transport %s", transport_names[*transport]);
-    on(*transport, false);
-    fake->reset();
-    fake->fail("MPI_Isend", 1, 13);
-    SUCCEEDS(START_THERE("isend", ARRAY(F32, source, 5), ids[0], registered(comm), 1, 5));
-    CHECK(ids[0][0] != ids[0][0] && ids[0][1] != ids[0][1]);
-    FAILS(wait_there(comm, ids, 1, NULL, 0), FFI_INTERNAL, "not done, because", "jaxmpi.isend", "MPI_Isend failed");
-    CHECK(wait_there(comm, ids, 1, NULL, 0) == NULL);
-    struct failure *failure = failure_take();
-    if (CHECK(failure != NULL)) CHECK(strstr(failure->text, "waited for already") != NULL);
-    free(failure);
-    SUCCEEDS(START_THERE("isend", ARRAY(F32, source, 5), ids[0], registered(comm), 1, 5));
-    fake->fail("MPI_Wait", 1, 13);
-    SUCCEEDS(wait_there(comm, ids, 1, NULL, 0));
-    failure = failure_take();
-    if (CHECK(failure != NULL)) CHECK(strstr(failure->text, "jaxmpi.isend on rank 0 of 2: MPI_Wait failed") != NULL);
-    free(failure);
-    CHECK_EQUAL(requests_in_flight() + fake->live_requests, 0);
-  }
-  finish();
+  fake->fail("MPI_Isend", 1, 13);
+  SUCCEEDS(START_THERE("isend", ARRAY(F32, source, 5), ids[0], registered(comm), 1, 5));
+  CHECK(ids[0][0] != ids[0][0] && ids[0][1] != ids[0][1]);
+  FAILS(wait_there(comm, ids, 1, NULL, 0), FFI_INTERNAL, "not done, because", "jaxmpi.isend", "MPI_Isend failed");
+  CHECK(wait_there(comm, ids, 1, NULL, 0) == NULL);
+  was_left("waited for already");
+  SUCCEEDS(START_THERE("isend", ARRAY(F32, source, 5), ids[0], registered(comm), 1, 5));
+  fake->fail("MPI_Wait", 1, 13);
+  SUCCEEDS(wait_there(comm, ids, 1, NULL, 0));
+  was_left("jaxmpi.isend on rank 0 of 2: MPI_Wait failed");
+  CHECK_EQUAL(requests_in_flight() + fake->live_requests, 0);
 }
 
 /* The check of truth values reads them on the host, whatever the transport. */
-static void check_is_staged(void) {
+TEST(check_is_staged) {
   static char text[] = "program.py:1";
   struct operands o = {"check", BOOL, 3, -1, {registered(world(0, 2)), registered(text)}, false};
   for (int aware = 0; aware < 2; aware++) {
@@ -375,31 +317,26 @@ static void check_is_staged(void) {
     source[2] = 1;
     FAILS(device_call(&o, source, target), FFI_FAILED_PRECONDITION, "program.py:1");
   }
-  finish();
 }
 
 /* --- errors --- */
 
 /* Where nobody waits an error of MPI is the next operation's, and the result is all ones. */
-static void errors_are_deferred(void) {
-  struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
-  FOR_EACH(const enum transport *, transport, leaving) {
-    context("transport %s", transport_names[*transport]);
-    on(*transport, false);
-    fake->fail("MPI_Allreduce", 1, 13);
-    SUCCEEDS(device_call(&o, source, target));
-    for (int i = 0; i < 20; i++) CHECK_EQUAL(target[i], 0xff);
-    fake->reset();
-    FAILS(device_call(&o, source, target), FFI_INTERNAL,
-          "jaxmpi.allreduce on rank 0 of 2: not done, because an operation", "MPI_Allreduce failed", "5 of int32");
-    CHECK_EQUAL(communications(), 0);
-    SUCCEEDS(device_call(&o, source, target)); /* said once */
-  }
-  on(TRANSPORT_WAIT, false);
+TEST_THROUGH(on_all, errors_are_deferred, void) {
+  struct operands o = {"allreduce", S32, 5, 5, {registered(world(0, 2)), reduction("SUM")}, false};
   fake->fail("MPI_Allreduce", 1, 13);
-  FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
-  finish();
+  ffi_error *error = device_call(&o, source, target);
+  if (runtime.transport == TRANSPORT_WAIT) {
+    FAILS(error, FFI_INTERNAL, "MPI_Allreduce failed");
+    return;
+  }
+  SUCCEEDS(error);
+  for (int i = 0; i < 20; i++) CHECK_EQUAL(target[i], 0xff);
+  fake->reset();
+  FAILS(device_call(&o, source, target), FFI_INTERNAL,
+        "jaxmpi.allreduce on rank 0 of 2: not done, because an operation", "MPI_Allreduce failed", "5 of int32");
+  CHECK_EQUAL(communications(), 0);
+  SUCCEEDS(device_call(&o, source, target)); /* said once */
 }
 
 static void *release_stream(void *unused) {
@@ -413,12 +350,10 @@ static void *release_stream(void *unused) {
 static void freed_during(const char *operation, const char *function, struct array in, int64_t dest, int64_t tag) {
   struct communicator *comm;
   CHECK_EQUAL(abi->communicator(fake->comm_new(0, 2), NULL, &comm), 0);
-  struct frame frame;
   pthread_t thread;
-  frame_make(&frame, operation, in, NONE, (const int64_t[]){registered(comm), dest, tag});
   fake->reset();
   driver->block(xla_stream, true);
-  SUCCEEDS(frame_call_in(space, &frame, operation)); /* returns although nothing can be done yet */
+  SUCCEEDS(GIVE(operation, in, NONE, registered(comm), dest, tag)); /* returns although nothing can be done yet */
   CHECK_EQUAL(times_called(function), 0);
   pthread_create(&thread, NULL, release_stream, NULL);
   fake->comm_free(comm->handle);
@@ -428,16 +363,11 @@ static void freed_during(const char *operation, const char *function, struct arr
   CHECK(atomic_load(&comm->freed));
 }
 
-static void freed_before_its_turn(void) {
-  FOR_EACH(const enum transport *, transport, leaving) {
-    context("transport %s", transport_names[*transport]);
-    on(*transport, false);
-    void *data = driver->allocate(8);
-    freed_during("send", "MPI_Send", ARRAY(F64, data, 1), 1, 3);
-    freed_during("barrier", "MPI_Barrier", NONE, 0, 0); /* without buffers */
-    driver->release(data);
-  }
-  finish();
+TEST_THROUGH(on_leaving, freed_before_its_turn, void) {
+  void *data = driver->allocate(8);
+  freed_during("send", "MPI_Send", ARRAY(F64, data, 1), 1, 3);
+  freed_during("barrier", "MPI_Barrier", NONE, 0, 0); /* without buffers */
+  driver->release(data);
 }
 
 static ffi_error *again(void *data) { return device_call(data, source, target); }
@@ -448,7 +378,7 @@ static void each_fails(const struct operands *o) {
   driver_fails(what, o->operation, again, (void *)(uintptr_t)o);
 }
 
-static void failures_of_the_driver_are_errors(void) {
+TEST(failures_of_the_driver_are_errors) {
   struct communicator *comm = world(0, 2);
   int64_t c = registered(comm), sum = reduction("SUM");
   const struct operands cases[] = {
@@ -456,20 +386,16 @@ static void failures_of_the_driver_are_errors(void) {
       {"allgather", F64, 10, 20, {c}, false},      {"alltoall", F64, 4000, 4000, {c}, false},
       {"bcast", F64, 10, 10, {c, 0}, false},       {"recv", F64, -1, 10, {c, fake->proc_null, 0, 3}, false},
   };
-  bool slow = driver->slow;
   driver->slow = false;
   set_chunks(LEAST_CHUNK);
-  FOR_EACH(const struct operands *, o, cases) {
+  FOR_EACH (const struct operands *, o, cases) {
     on(TRANSPORT_FLAGS, true);
     each_fails(o);
-    FOR_EACH(const enum transport *, transport, transports) {
+    FOR_EACH (const enum transport *, transport, transports) {
       on(*transport, false);
       each_fails(o);
     }
   }
-  set_chunks(0);
-  driver->slow = slow;
-  finish();
 }
 
 /* --- threads, streams, memory --- */
@@ -477,51 +403,34 @@ static void failures_of_the_driver_are_errors(void) {
 static void *sender(void *unused) {
   (void)unused;
   static unsigned char data[800], out[800];
-  struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", F64, 100, 100, {registered(comm), reduction("SUM")}, false};
+  struct operands o = sum_of(100);
   fill(data, sizeof data);
   for (int i = 0; i < 100; i++) SUCCEEDS(device_call(&o, data, out));
   return NULL;
 }
 
-static void threads_share_a_stream(void) {
-  struct communicator *comm = world(0, 3);
+TEST_THROUGH(on_all, threads_share_a_stream, void) {
+  pthread_t thread;
+  struct operands o = {"scan", F64, 30, 30, {registered(world(0, 3)), reduction("SUM")}, false};
   registered(world(0, 2)); /* adding is done by one thread at a time */
   driver->slow = false;
-  FOR_EACH(const enum transport *, transport, transports) {
-    context("transport %s", transport_names[*transport]);
-    on(*transport, false);
-    pthread_t thread;
-    pthread_create(&thread, NULL, sender, NULL);
-    struct operands o = {"scan", F64, 30, 30, {registered(comm), reduction("SUM")}, false};
-    for (int i = 0; i < 100; i++) {
-      blank(target, ROOM);
-      SUCCEEDS(device_call(&o, source, target));
-    }
-    pthread_join(thread, NULL);
-    fake->reset();
+  pthread_create(&thread, NULL, sender, NULL);
+  for (int i = 0; i < 100; i++) {
+    blank(target, ROOM);
+    SUCCEEDS(device_call(&o, source, target));
   }
-  driver->slow = true;
-  finish();
+  pthread_join(thread, NULL);
 }
 
 /* Many calls that nobody waits for use the same pinned memory one after the other. */
-static void pinned_memory_is_reused_by(enum transport transport) {
-  context("transport %s", transport_names[transport]);
+TEST_THROUGH(on_leaving, pinned_memory_is_reused, void) {
   enum { CALLS = 50, COUNT = 256 };
-  struct communicator *comm = world(1, 2);
-  on(transport, false);
   unsigned char *ins[CALLS], *outs[CALLS];
-  struct frame frame;
-  fake->reset();
-  fill(source, COUNT * CALLS);
   for (int i = 0; i < CALLS; i++) {
     ins[i] = driver->allocate(COUNT);
     outs[i] = driver->allocate(2 * COUNT);
     driver->write(ins[i], source + i * COUNT, COUNT);
-    frame_make(&frame, "allgather", ARRAY(U8, ins[i], COUNT), ARRAY(U8, outs[i], 2 * COUNT),
-               (const int64_t[]){registered(comm)});
-    SUCCEEDS(frame_call_in(space, &frame, "allgather"));
+    SUCCEEDS(GIVE("allgather", ARRAY(U8, ins[i], COUNT), ARRAY(U8, outs[i], 2 * COUNT), registered(world(1, 2))));
   }
   driver->synchronize(xla_stream);
   for (int i = 0; i < CALLS; i++) {
@@ -531,12 +440,7 @@ static void pinned_memory_is_reused_by(enum transport transport) {
     driver->release(ins[i]);
     driver->release(outs[i]);
   }
-  CHECK_EQUAL(driver->live_pinned, transport == TRANSPORT_FLAGS ? 3 : 1);
-  finish();
-}
-
-static void pinned_memory_is_reused(void) {
-  FOR_EACH(const enum transport *, transport, leaving) pinned_memory_is_reused_by(*transport);
+  CHECK_EQUAL(driver->live_pinned, runtime.transport == TRANSPORT_FLAGS ? 3 : 1);
 }
 
 /* --- what the tests above cannot see: they give nothing to the stream before a call and wait for it after each --- */
@@ -559,9 +463,9 @@ static void gated(void *in, void *inout, int *count, void *type) {
   pthread_mutex_unlock(&gate.lock);
 }
 
-static int64_t gated_number; /* of the operation that is made last */
+static int64_t gated_number; /* of the operation */
 
-static intptr_t gated_operation(void) {
+static void make_gated(void) {
   int (*create)(void (*)(void *, void *, int *, void *), int, void *) = NULL;
   void *symbol = dlsym(fake_library, "MPI_Op_create");
   memcpy(&create, &symbol, sizeof create);
@@ -570,12 +474,20 @@ static intptr_t gated_operation(void) {
     intptr_t large;
   } made = {.large = 0};
   CHECK_EQUAL(create(gated, 1, &made), 0);
+  gated_number = reduction_of(abi == &abi_mpich ? made.small : made.large, REDUCER_OURS);
+}
+
+void prepare(void) {
+  reduction("SUM"); /* made by one thread */
+  if (gated_number == 0) make_gated();
+  set_chunks(0);
+  fill(source, ROOM);
+  driver->slow = true;
+}
+
+static void gate_close(void) {
   gate.open = false;
   gate.inside = gate.entered = 0;
-  intptr_t op = abi == &abi_mpich ? made.small : made.large;
-  gated_number = reduction_of(op, REDUCER_OURS);
-  on(TRANSPORT_WAIT, false);
-  return op;
 }
 
 static void gate_reached(void) {
@@ -616,133 +528,101 @@ static void *produce(void *of) {
   return NULL;
 }
 
-static void operands_are_waited_for(void) {
-  struct communicator *comm = world(0, 2);
-  int64_t c = registered(comm), sum = reduction("SUM");
-  fill(source, ROOM);
+TEST_THROUGH(on_all, operands_are_waited_for, void) {
   set_chunks(LEAST_CHUNK);
-  static const int64_t counts[] = {10, 3 * LEAST_CHUNK / 8};
-  for (int aware = 0; aware < 2; aware++) FOR_EACH(const enum transport *, transport, transports)
-  FOR_EACH(const int64_t *, count, counts) {
-    context("%lld elements, transport %s", (long long)*count, aware ? "aware" : transport_names[*transport]);
-    if (aware && *transport != TRANSPORT_WAIT) continue;
-    on(*transport, aware);
-    size_t bytes = (size_t)*count * 8;
-    struct late late = {driver->allocate(bytes), bytes, 0};
-    void *result = driver->allocate(bytes);
-    blank(target, ROOM);
-    driver->write(late.operand, target, bytes);
-    struct frame frame;
-    frame_make(&frame, "allreduce", ARRAY(F64, late.operand, *count), ARRAY(F64, result, *count),
-               (const int64_t[]){c, sum});
-    pthread_t thread;
-    driver->block(xla_stream, true);
-    fake->reset();
-    fake->hollow = aware; /* the fake library reaches no device */
-    pthread_create(&thread, NULL, produce, &late);
-    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
-    pthread_join(thread, NULL);
-    driver->synchronize(xla_stream);
-    CHECK_EQUAL(late.early, 0);
-    driver->read(target, result, bytes);
-    for (size_t i = 0; !aware && i < bytes; i++)
-      if (!CHECK_EQUAL(target[i], (unsigned char)(source[i] + comm->size))) break;
-    driver->release(late.operand);
-    driver->release(result);
-  }
-  fake->hollow = false;
-  set_chunks(0);
-  finish();
+  for (int aware = 0; aware < 1 + (runtime.transport == TRANSPORT_WAIT); aware++)
+    FOR_VALUES (int64_t, count, 10, 3 * LEAST_CHUNK / 8) {
+      context("%lld elements, transport %s", (long long)*count, aware ? "aware" : transport_names[runtime.transport]);
+      runtime.aware = aware;
+      size_t bytes = (size_t)*count * 8;
+      struct late late = {driver->allocate(bytes), bytes, 0};
+      void *result = driver->allocate(bytes);
+      blank(target, ROOM);
+      driver->write(late.operand, target, bytes);
+      pthread_t thread;
+      driver->block(xla_stream, true);
+      fake->reset();
+      fake->hollow = aware; /* the fake library reaches no device */
+      pthread_create(&thread, NULL, produce, &late);
+      SUCCEEDS(give_reduction(reduction("SUM"), late.operand, result, *count));
+      pthread_join(thread, NULL);
+      driver->synchronize(xla_stream);
+      CHECK_EQUAL(late.early, 0);
+      driver->read(target, result, bytes);
+      if (!aware) check_sum(bytes);
+      driver->release(late.operand);
+      driver->release(result);
+    }
 }
 
 /* Chunks of a size that the least pinned memory does not hold four of. */
-static void each_chunk_has_room(void) {
+TEST_THROUGH(on_all, each_chunk_has_room, void) {
   enum { CHUNK = 1 << 15, COUNT = 5 * CHUNK / 8 };
   static unsigned char large[COUNT * 8], got[COUNT * 8];
-  struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", F64, COUNT, COUNT, {registered(comm), reduction("SUM")}, false};
+  struct operands o = sum_of(COUNT);
   set_chunks(CHUNK);
   fill(large, sizeof large);
-  FOR_EACH(const enum transport *, transport, transports) {
-    context("transport %s", transport_names[*transport]);
-    on(*transport, false);
-    SUCCEEDS(device_call(&o, large, got));
-    for (size_t i = 0; i < sizeof got; i++)
-      if (!CHECK_EQUAL(got[i], (unsigned char)(large[i] + comm->size))) break;
+  SUCCEEDS(device_call(&o, large, got));
+  for (size_t i = 0; i < sizeof got; i++)
+    if (!CHECK_EQUAL(got[i], (unsigned char)(large[i] + 2))) break;
+}
+
+/* Lets the nth call of a function fail in a sum; whether it did. */
+static bool ends_with_nothing_under_way(const char *function, int nth, int64_t count) {
+  size_t bytes = (size_t)count * 8;
+  void *in = driver->allocate(bytes), *out = driver->allocate(bytes);
+  driver->fail(function, nth, FAKE_LAUNCH_FAILURE);
+  gate.entered = 0;
+  ffi_error *error = give_reduction(gated_number, in, out, count);
+  int entered = gate.entered;
+  if (error != NULL)
+    CHECK_EQUAL(gate.inside, 0);
+  else
+    driver->synchronize(xla_stream);
+  driver->release(in); /* a violation where something uses it */
+  driver->release(out);
+  if (error != NULL) {
+    error_free(error);
+    driver->synchronize(xla_stream);
+    usleep(300);
+    CHECK_EQUAL(gate.entered, entered);
   }
-  set_chunks(0);
-  finish();
+  while (driver->depth() > 0) CHECK(space->leave(NULL) == 0);
+  CHECK_EQUAL(driver->violations, 0);
+  driver->reset();
+  transport_finish();
+  return error != NULL;
 }
 
 /* After an error XLA takes the buffers back at once, and the next call may have the pinned memory: nothing is under way
  * any more. */
-static void nothing_is_under_way_after_an_error(void) {
-  static const int64_t counts[] = {10, 6 * LEAST_CHUNK / 8};
-  struct communicator *comm = world(0, 2);
-  intptr_t op = gated_operation();
+TEST_THROUGH(on_all, nothing_is_under_way_after_an_error, void) {
+  gate_close();
   gate_open();
   set_chunks(LEAST_CHUNK);
-  driver->slow = true;
-  FOR_EACH(const enum transport *, transport, transports)
-  FOR_EACH(const int64_t *, count, counts)
-  for (const char *const *function = driver_functions; *function != NULL; function++)
-    for (int nth = 1; nth < 8; nth++) {
+  FOR_VALUES (int64_t, count, 10, 6 * LEAST_CHUNK / 8)
+    for (const char *const *function = driver_functions; *function != NULL; function++) {
       /* Leaving the context is too late to be undone. */
-      if (strcmp(*function, "cuCtxPopCurrent") == 0 || strcmp(*function, "hipSetDevice") == 0) break;
-      context("%lld elements, %s failing at call %d, transport %s", (long long)*count, *function, nth,
-              transport_names[*transport]);
-      on(*transport, false);
-      size_t bytes = (size_t)*count * 8;
-      void *in = driver->allocate(bytes), *out = driver->allocate(bytes);
-      struct frame frame;
-      frame_make(&frame, "allreduce", ARRAY(F64, in, *count), ARRAY(F64, out, *count),
-                 (const int64_t[]){registered(comm), gated_number});
-      driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
-      gate.entered = 0;
-      ffi_error *error = frame_call_in(space, &frame, "allreduce");
-      bool failed = error != NULL;
-      if (failed) {
-        error_free(error);
-        int entered = gate.entered;
-        CHECK_EQUAL(gate.inside, 0);
-        driver->release(in); /* a violation where something uses it */
-        driver->release(out);
-        driver->synchronize(xla_stream);
-        usleep(300);
-        CHECK_EQUAL(gate.entered, entered);
-      } else {
-        driver->synchronize(xla_stream);
-        driver->release(in);
-        driver->release(out);
+      if (strcmp(*function, "cuCtxPopCurrent") == 0 || strcmp(*function, "hipSetDevice") == 0) continue;
+      bool failed = true;
+      for (int nth = 1; nth < 8 && failed; nth++) {
+        context("%lld elements, %s failing at call %d, transport %s", (long long)*count, *function, nth,
+                transport_names[runtime.transport]);
+        failed = ends_with_nothing_under_way(*function, nth, *count);
       }
-      while (driver->depth() > 0) CHECK(space->leave(NULL) == 0);
-      CHECK_EQUAL(driver->violations, 0);
-      driver->reset();
-      transport_finish();
-      if (!failed) break;
     }
-  set_chunks(0);
-  CHECK_EQUAL(fake->operation_free(op), 0);
-  finish();
 }
 
 /* What waits on one stream keeps its pinned memory while operations of another one use theirs. */
-static void streams_share_no_memory_by(enum transport transport) {
-  context("transport %s", transport_names[transport]);
+TEST_THROUGH(on_leaving, streams_share_no_memory, void) {
   enum { BYTES = 800 };
-  struct communicator *comm = world(0, 2);
-  intptr_t op = gated_operation();
+  gate_close();
   void *first = xla_stream, *second = driver->stream(), *buffers[2];
-  struct frame frame;
-  on(transport, false);
-  fill(source, ROOM);
   for (int i = 0; i < 2; i++) {
     xla_stream = i == 0 ? first : second;
     buffers[i] = driver->allocate(BYTES);
     driver->write(buffers[i], source + i * BYTES, BYTES);
-    frame_make(&frame, "allreduce", ARRAY(F64, buffers[i], BYTES / 8), ARRAY(F64, buffers[i], BYTES / 8),
-               (const int64_t[]){registered(comm), gated_number});
-    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    SUCCEEDS(give_reduction(gated_number, buffers[i], buffers[i], BYTES / 8));
     if (i == 0) gate_reached();
   }
   usleep(SOON / 4); /* the copy of the second one is done */
@@ -754,12 +634,6 @@ static void streams_share_no_memory_by(enum transport transport) {
     driver->release(buffers[i]);
   }
   xla_stream = first;
-  CHECK_EQUAL(fake->operation_free(op), 0);
-  finish();
-}
-
-static void streams_share_no_memory(void) {
-  FOR_EACH(const enum transport *, transport, leaving) streams_share_no_memory_by(*transport);
 }
 
 /* The number of world(0, 2), for threads: what finds it is not made for several. */
@@ -767,30 +641,22 @@ static int64_t pair;
 
 /* A thread that has not imported the package has communicated when its call returns. */
 static void *sends_at_last(void *data) {
-  struct frame frame;
-  frame_make(&frame, "send", ARRAY(U8, data, 8), NONE, (const int64_t[]){pair, 1, 3});
-  SUCCEEDS(frame_call_in(space, &frame, "send"));
+  SUCCEEDS(GIVE("send", ARRAY(U8, data, 8), NONE, pair, 1, 3));
   CHECK_EQUAL(times_called("MPI_Send"), 1);
   return NULL;
 }
 
-static void other_threads_leave_nothing_to_the_stream(void) {
+TEST_THROUGH(on_leaving, other_threads_leave_nothing_to_the_stream, void) {
   pair = registered(world(0, 2));
-  FOR_EACH(const enum transport *, transport, leaving) {
-    context("transport %s", transport_names[*transport]);
-    on(*transport, false);
-    fake->reset();
-    struct late late = {driver->allocate(8), 8, 0};
-    pthread_t thread, producer;
-    driver->block(xla_stream, true);
-    pthread_create(&thread, NULL, sends_at_last, late.operand);
-    pthread_create(&producer, NULL, produce, &late);
-    pthread_join(thread, NULL);
-    pthread_join(producer, NULL);
-    driver->synchronize(xla_stream);
-    driver->release(late.operand);
-  }
-  finish();
+  struct late late = {driver->allocate(8), 8, 0};
+  pthread_t thread, producer;
+  driver->block(xla_stream, true);
+  pthread_create(&thread, NULL, sends_at_last, late.operand);
+  pthread_create(&producer, NULL, produce, &late);
+  pthread_join(thread, NULL);
+  pthread_join(producer, NULL);
+  driver->synchronize(xla_stream);
+  driver->release(late.operand);
 }
 
 /* A call of another thread, which is with MPI meanwhile. */
@@ -802,37 +668,27 @@ static void *calls_gated(void *unused) {
   return NULL;
 }
 
-static void threads_share_no_memory(void) {
-  intptr_t op = gated_operation();
+TEST_THROUGH(on_all, threads_share_no_memory, void) {
+  gate_close();
   pair = registered(world(0, 2));
   pthread_t caller;
-  struct operands o = {"allreduce", F64, 10, 10, {pair, reduction("SUM")}, true};
+  struct operands o = sum_of(10);
+  o.aliased = true;
   fill(own, sizeof own);
-  FOR_EACH(const enum transport *, transport, transports) {
-    context("transport %s", transport_names[*transport]);
-    on(*transport, false);
-    gate.open = false;
-    gate.entered = 0;
-    pthread_create(&caller, NULL, calls_gated, NULL);
-    gate_reached();
-    blank(target, ROOM);
-    SUCCEEDS(device_call(&o, target, target));
-    gate_open();
-    pthread_join(caller, NULL);
-    fill(source, sizeof own);
-    CHECK_SAME(own, source, sizeof own);
-  }
-  CHECK_EQUAL(fake->operation_free(op), 0);
-  finish();
+  pthread_create(&caller, NULL, calls_gated, NULL);
+  gate_reached();
+  blank(target, ROOM);
+  SUCCEEDS(device_call(&o, target, target));
+  gate_open();
+  pthread_join(caller, NULL);
+  CHECK_SAME(own, source, sizeof own);
 }
 
 /* The end of the program, while a thread is still in a call, and after one that was left to the stream. */
-static void the_end_waits_for_calls_by(enum transport transport) {
-  context("transport %s", transport_names[transport]);
-  intptr_t op = gated_operation();
+TEST_THROUGH(on_leaving, the_end_waits_for_calls, void) {
+  gate_close();
   pair = registered(world(0, 2));
   pthread_t caller, opener;
-  on(transport, false);
   pthread_create(&caller, NULL, calls_gated, NULL);
   gate_reached();
   pthread_create(&opener, NULL, open_soon, NULL);
@@ -841,56 +697,33 @@ static void the_end_waits_for_calls_by(enum transport transport) {
   CHECK_EQUAL(driver->live_pinned, 0);
   pthread_join(caller, NULL);
   pthread_join(opener, NULL);
-  CHECK_EQUAL(fake->operation_free(op), 0);
-  finish();
 }
 
-static void the_end_waits_for_calls(void) {
-  FOR_EACH(const enum transport *, transport, leaving) the_end_waits_for_calls_by(*transport);
-}
-
-static void the_end_waits_for_the_stream(void) {
-  static const int64_t counts[] = {10, 6 * LEAST_CHUNK / 8};
-  struct communicator *comm = world(0, 2);
+TEST_THROUGH(on_all, the_end_waits_for_the_stream, void) {
   set_chunks(LEAST_CHUNK);
-  FOR_EACH(const enum transport *, transport, transports)
-  FOR_EACH(const int64_t *, count, counts) {
-    context("%lld elements, transport %s", (long long)*count, transport_names[*transport]);
-    on(*transport, false);
-    size_t bytes = (size_t)*count * 8;
-    void *data = driver->allocate(bytes);
-    struct frame frame;
-    frame_make(&frame, "allreduce", ARRAY(F64, data, *count), ARRAY(F64, data, *count),
-               (const int64_t[]){registered(comm), reduction("SUM")});
-    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+  FOR_VALUES (int64_t, count, 10, 6 * LEAST_CHUNK / 8) {
+    void *data = driver->allocate((size_t)*count * 8);
+    SUCCEEDS(give_reduction(reduction("SUM"), data, data, *count));
     transport_finish();
     CHECK_EQUAL(driver->live_pinned, 0);
     CHECK_EQUAL(driver->violations, 0);
     driver->release(data);
   }
-  set_chunks(0);
-  finish();
 }
 
 /* More memory is wanted while an operation that nobody waits for still uses what there is. */
-static void memory_grows_behind_what_uses_it_by(enum transport transport) {
-  context("transport %s", transport_names[transport]);
-  struct communicator *comm = world(0, 2);
-  intptr_t op = gated_operation();
+TEST_THROUGH(on_leaving, memory_grows_behind_what_uses_it, void) {
+  gate_close();
   static const int64_t counts[] = {100, 10000};
   static unsigned char large[80000], got[80000];
   void *buffers[2];
-  struct frame frame;
   pthread_t opener;
-  on(transport, false);
   fill(large, sizeof large);
   for (int i = 0; i < 2; i++) {
     buffers[i] = driver->allocate((size_t)counts[i] * 8);
     driver->write(buffers[i], large, (size_t)counts[i] * 8);
-    frame_make(&frame, "allreduce", ARRAY(F64, buffers[i], counts[i]), ARRAY(F64, buffers[i], counts[i]),
-               (const int64_t[]){registered(comm), gated_number});
     if (i == 1) pthread_create(&opener, NULL, open_soon, NULL);
-    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    SUCCEEDS(give_reduction(gated_number, buffers[i], buffers[i], counts[i]));
   }
   pthread_join(opener, NULL);
   driver->synchronize(xla_stream);
@@ -899,12 +732,6 @@ static void memory_grows_behind_what_uses_it_by(enum transport transport) {
     CHECK_SAME(got, large, counts[i] * 8);
     driver->release(buffers[i]);
   }
-  CHECK_EQUAL(fake->operation_free(op), 0);
-  finish();
-}
-
-static void memory_grows_behind_what_uses_it(void) {
-  FOR_EACH(const enum transport *, transport, leaving) memory_grows_behind_what_uses_it_by(*transport);
 }
 
 /* Where ranks compare what they do nothing is left to the stream: a difference is the call's own error, and no chunk
@@ -916,46 +743,34 @@ static void tells_another_root(int rank, void *data) {
   memcpy(data, &told, sizeof told);
 }
 
-static void what_is_compared_is_waited_for(void) {
-  static const int64_t counts[] = {10, 6 * LEAST_CHUNK / 8};
+TEST_THROUGH(on_all, what_is_compared_is_waited_for, void) {
   set_chunks(LEAST_CHUNK);
-  FOR_EACH(const enum transport *, transport, transports)
-  FOR_EACH(const int64_t *, count, counts)
-  for (int aware = 0; aware < 2; aware++) {
-    struct operands o = {"bcast", F64, -1, *count, {registered(world(0, 2)), 1}, false};
-    context("%lld elements, transport %s", (long long)*count, aware ? "aware" : transport_names[*transport]);
-    on(*transport, aware != 0);
-    fake->reset();
-    blank(target, ROOM);
-    compare_on(world(0, 2), INT64_MAX, tells_another_root);
-    FAILS(device_call(&o, source, target), FFI_FAILED_PRECONDITION, "the ranks differ", "bcast from root 1 of ",
-          "rank 1 calls bcast from root 2 of ");
-    CHECK_EQUAL(communications(), 0);
-    CHECK(is_blank(target, 0, ROOM));
-  }
-  set_chunks(0);
-  finish();
+  FOR_VALUES (int64_t, count, 10, 6 * LEAST_CHUNK / 8)
+    for (int aware = 0; aware < 2; aware++) {
+      struct operands o = {"bcast", F64, -1, *count, {registered(world(0, 2)), 1}, false};
+      context("%lld elements, transport %s", (long long)*count, aware ? "aware" : transport_names[runtime.transport]);
+      runtime.aware = aware != 0;
+      fake->reset();
+      blank(target, ROOM);
+      compare_on(world(0, 2), INT64_MAX, tells_another_root);
+      FAILS(device_call(&o, source, target), FFI_FAILED_PRECONDITION, "the ranks differ", "bcast from root 1 of ",
+            "rank 1 calls bcast from root 2 of ");
+      CHECK_EQUAL(communications(), 0);
+      CHECK(is_blank(target, 0, ROOM));
+    }
 }
 
-static void what_is_alike_is_compared_once(void) {
-  static const int64_t counts[] = {0, 10, 6 * LEAST_CHUNK / 8};
+TEST_THROUGH(on_all, what_is_alike_is_compared_once, void) {
   set_chunks(LEAST_CHUNK);
-  FOR_EACH(const enum transport *, transport, transports)
-  FOR_EACH(const int64_t *, count, counts) {
-    struct operands o = {"allreduce", F64, *count, *count, {registered(world(0, 2)), reduction("SUM")}, false};
-    context("%lld elements, transport %s", (long long)*count, transport_names[*transport]);
-    on(*transport, false);
-    fill(source, ROOM);
+  FOR_VALUES (int64_t, count, 0, 10, 6 * LEAST_CHUNK / 8) {
+    struct operands o = sum_of(*count);
     fake->reset();
     compare_on(world(0, 2), INT64_MAX, NULL);
     SUCCEEDS(device_call(&o, source, target));
     CHECK_EQUAL(questions, 1);
     CHECK_EQUAL(times_called("MPI_Allreduce"), *count > LEAST_CHUNK / 8 ? 6 : 1);
-    for (size_t i = 0; i < bytes_of(&o, o.out); i++)
-      if (!CHECK_EQUAL(target[i], (unsigned char)(source[i] + 2))) break;
+    check_sum(bytes_of(&o, o.out));
   }
-  set_chunks(0);
-  finish();
 }
 
 /* Another thread is not told of an error that is not its own: its peers would wait for it. */
@@ -967,13 +782,9 @@ static void *sends_once(void *unused) {
   return NULL;
 }
 
-static void errors_are_told_to_the_thread_that_left_them_by(enum transport transport) {
-  context("transport %s", transport_names[transport]);
-  struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
-  on(transport, false);
-  pair = registered(comm);
-  fake->reset();
+TEST_THROUGH(on_leaving, errors_are_told_to_the_thread_that_left_them, void) {
+  struct operands o = {"allreduce", S32, 5, 5, {registered(world(0, 2)), reduction("SUM")}, false};
+  pair = registered(world(0, 2));
   fake->fail("MPI_Allreduce", 1, 13);
   SUCCEEDS(device_call(&o, source, target));
   pthread_t thread;
@@ -981,11 +792,6 @@ static void errors_are_told_to_the_thread_that_left_them_by(enum transport trans
   pthread_join(thread, NULL);
   CHECK_EQUAL(times_called("MPI_Send"), 1);
   FAILS(device_call(&o, source, target), FFI_INTERNAL, "an operation before it has failed");
-  finish();
-}
-
-static void errors_are_told_to_the_thread_that_left_them(void) {
-  FOR_EACH(const enum transport *, transport, leaving) errors_are_told_to_the_thread_that_left_them_by(*transport);
 }
 
 /* The end of the program while a daemon thread goes on. */
@@ -1001,7 +807,7 @@ static void *goes_on(void *unused) {
   return NULL;
 }
 
-static void the_end_while_a_thread_goes_on(void) {
+TEST(the_end_while_a_thread_goes_on) {
   pair = registered(world(0, 2));
   on(TRANSPORT_WAIT, false);
   driver->slow = false;
@@ -1011,57 +817,36 @@ static void the_end_while_a_thread_goes_on(void) {
   for (int i = 0; i < 2000; i++) transport_finish();
   atomic_store(&stop, true);
   for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
-  driver->slow = true;
-  finish();
 }
 
 /* A user's reduction may be written in Python: it is called where the caller waits, and its error is the call's own. */
-static void reductions_of_users_are_waited_for_by(enum transport transport) {
-  context("transport %s", transport_names[transport]);
+TEST_THROUGH(on_leaving, reductions_of_users_are_waited_for, void) {
   struct operands o = {
       "allreduce", S32, 5, 5, {registered(world(0, 2)), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
-  on(transport, false);
   fake->fail("MPI_Allreduce", 1, 13);
   FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
   same_as_on_host(&o, world(0, 2));
-  finish();
-}
-
-static void reductions_of_users_are_waited_for(void) {
-  FOR_EACH(const enum transport *, transport, leaving) reductions_of_users_are_waited_for_by(*transport);
 }
 
 /* What comes behind an operation on the stream is not done while that is with MPI. */
-static void the_stream_waits_for_mpi(void) {
-  struct communicator *comm = world(0, 2);
-  intptr_t op = gated_operation();
+TEST_THROUGH(on_leaving, the_stream_waits_for_mpi, void) {
+  gate_close();
   double one = 1, seen;
-  FOR_EACH(const enum transport *, transport, leaving) {
-    context("transport %s", transport_names[*transport]);
-    gate.open = false;
-    gate.entered = 0;
-    on(*transport, false);
-    void *data = driver->allocate(8), *behind = driver->allocate(8), *stream_context, *previous;
-    struct frame frame;
-    driver->write(behind, &one, 8);
-    frame_make(&frame, "allreduce", ARRAY(F64, data, 1), ARRAY(F64, data, 1),
-               (const int64_t[]){registered(comm), gated_number});
-    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
-    CHECK(space->context(xla_stream, &stream_context) == 0 && space->enter(stream_context, &previous) == 0);
-    CHECK(space->zero(behind, 8, xla_stream) == 0 && space->leave(previous) == 0);
-    gate_reached();
-    usleep(SOON / 4);
-    driver->read(&seen, behind, 8);
-    CHECK(seen == one);
-    gate_open();
-    driver->synchronize(xla_stream);
-    driver->read(&seen, behind, 8);
-    CHECK(seen == 0);
-    driver->release(data);
-    driver->release(behind);
-  }
-  CHECK_EQUAL(fake->operation_free(op), 0);
-  finish();
+  void *data = driver->allocate(8), *behind = driver->allocate(8), *stream_context, *previous;
+  driver->write(behind, &one, 8);
+  SUCCEEDS(give_reduction(gated_number, data, data, 1));
+  CHECK(space->context(xla_stream, &stream_context) == 0 && space->enter(stream_context, &previous) == 0);
+  CHECK(space->zero(behind, 8, xla_stream) == 0 && space->leave(previous) == 0);
+  gate_reached();
+  usleep(SOON / 4);
+  driver->read(&seen, behind, 8);
+  CHECK(seen == one);
+  gate_open();
+  driver->synchronize(xla_stream);
+  driver->read(&seen, behind, 8);
+  CHECK(seen == 0);
+  driver->release(data);
+  driver->release(behind);
 }
 
 /* --- flags --- */
@@ -1070,15 +855,11 @@ static void the_stream_waits_for_mpi(void) {
 enum { BYTES = 80, SUMS = 100 };
 static void *summands[SUMS];
 
-static void give_sums(const struct communicator *comm, int64_t sum, int from, int to) {
+static void give_sums(int64_t sum, int from, int to) {
   for (int i = from; i < to; i++) {
-    struct frame frame;
     summands[i] = driver->allocate(BYTES);
     driver->write(summands[i], source + i, BYTES);
-    frame_make(&frame, "allreduce", ARRAY(F64, summands[i], BYTES / 8), ARRAY(F64, summands[i], BYTES / 8),
-               (const int64_t[]){registered(comm), sum});
-    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
-    memset(&frame, 0xaa, sizeof frame);
+    SUCCEEDS(give_reduction(sum, summands[i], summands[i], BYTES / 8));
   }
 }
 
@@ -1086,42 +867,38 @@ static void release_sums(int from, int to) {
   for (int i = from; i < to; i++) driver->release(summands[i]);
 }
 
-static void check_sums(int ranks, int from, int to) {
+static void check_sums(int from, int to) {
   for (int i = from; i < to; i++) {
     driver->read(target, summands[i], BYTES);
     for (int k = 0; k < BYTES; k++)
-      if (!CHECK_EQUAL(target[k], (unsigned char)(source[i + k] + ranks))) break;
+      if (!CHECK_EQUAL(target[k], (unsigned char)(source[i + k] + 2))) break;
   }
   release_sums(from, to);
 }
 
 /* On streams of two devices in turn, with a count that begins again after a few operations, in one and in chunks. */
-static void flags_count_up_and_begin_again(void) {
-  static const uint32_t lasts[] = {1, 2, 7, INT32_MAX};
-  struct communicator *comm = world(0, 2);
-  struct operands large = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), reduction("SUM")}, false};
+TEST(flags_count_up_and_begin_again) {
+  struct operands large = sum_of(ROOM / 8);
   setenv("FAKE_DEVICES", "2", 1);
   driver->device = 1;
   void *first = xla_stream, *second = driver->stream();
   driver->device = 0;
-  fill(source, ROOM);
-  FOR_EACH(const uint32_t *, last, lasts) {
+  FOR_VALUES (uint32_t, last, 1, 2, 7, INT32_MAX) {
     context("up to %u", *last);
     on(TRANSPORT_FLAGS, false);
     flags_last = *last;
     for (int i = 0; i < SUMS; i += 10) {
       xla_stream = i % 20 == 0 ? first : second;
-      give_sums(comm, reduction("SUM"), i, i + 10);
+      give_sums(reduction("SUM"), i, i + 10);
       if (i % 50 != 0) continue;
       set_chunks(LEAST_CHUNK);
       SUCCEEDS(device_call(&large, source, target));
       set_chunks(0);
-      for (int k = 0; k < ROOM; k++)
-        if (!CHECK_EQUAL(target[k], (unsigned char)(source[k] + comm->size))) break;
+      check_sum(ROOM);
     }
     driver->synchronize(first);
     driver->synchronize(second);
-    check_sums(comm->size, 0, SUMS);
+    check_sums(0, SUMS);
     CHECK_EQUAL(driver->calls("cuLaunchHostFunc") + driver->calls("hipLaunchHostFunc"), 0);
   }
   flags_last = INT32_MAX;
@@ -1131,18 +908,13 @@ static void flags_count_up_and_begin_again(void) {
 }
 
 /* MPI is called in the order in which operations were left to the streams, not in that in which their turns come. */
-static void flags_keep_the_order_of_streams(void) {
-  struct communicator *comm = world(0, 2);
+TEST(flags_keep_the_order_of_streams) {
   void *first = xla_stream, *second = driver->stream(), *data = driver->allocate(8);
-  struct frame frame;
   on(TRANSPORT_FLAGS, false);
-  fill(source, ROOM);
-  fake->reset();
   driver->block(first, true);
-  give_sums(comm, reduction("SUM"), 0, 1);
+  give_sums(reduction("SUM"), 0, 1);
   xla_stream = second;
-  frame_make(&frame, "send", ARRAY(F64, data, 1), NONE, (const int64_t[]){registered(comm), 1, 3});
-  SUCCEEDS(frame_call_in(space, &frame, "send"));
+  SUCCEEDS(GIVE("send", ARRAY(F64, data, 1), NONE, registered(world(0, 2)), 1, 3));
   usleep(SOON);
   CHECK_EQUAL(communications(), 0);
   driver->block(first, false);
@@ -1150,147 +922,91 @@ static void flags_keep_the_order_of_streams(void) {
   CHECK_EQUAL(communications(), 2);
   CHECK(strcmp(fake->calls[0].name, "MPI_Allreduce") == 0);
   driver->synchronize(first);
-  check_sums(comm->size, 0, 1);
+  check_sums(0, 1);
   driver->release(data);
   xla_stream = first;
-  finish();
 }
 
 /* The flags have been tried on the stream when something else fails, and the program ends. */
-static void flags_are_freed_after_a_failure(void) {
-  struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(world(0, 2)), reduction("SUM")}, false};
+TEST(flags_are_freed_after_a_failure) {
   set_chunks(LEAST_CHUNK);
-  driver->slow = true;
   for (int i = 0; i < 10; i++) {
     on(TRANSPORT_FLAGS, false);
     void *in = driver->allocate(ROOM), *out = driver->allocate(ROOM);
-    struct frame frame;
-    frame_make(&frame, o.operation, ARRAY(F64, in, o.in), ARRAY(F64, out, o.out), o.attributes);
     driver->fail(space == &memory_rocm ? "hipStreamCreateWithFlags" : "cuStreamCreate", 1, FAKE_OUT_OF_MEMORY);
-    FAILS(frame_call_in(space, &frame, o.operation), FFI_INTERNAL, "out of memory");
+    FAILS(give_reduction(reduction("SUM"), in, out, ROOM / 8), FFI_INTERNAL, "out of memory");
     driver->release(in);
     driver->release(out);
     finish();
   }
-  set_chunks(0);
 }
 
-static void a_device_without_flags(void) {
-  struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", F64, 10, 10, {registered(comm), reduction("SUM")}, false};
+TEST(a_device_without_flags) {
+  struct operands o = sum_of(10);
   driver->without_flags = true;
   on(TRANSPORT_FLAGS, false);
-  for (int i = 0; i < 2; i++) same_as_on_host(&o, comm);
+  for (int i = 0; i < 2; i++) same_as_on_host(&o, world(0, 2));
   CHECK_EQUAL(driver->calls("cuLaunchHostFunc") + driver->calls("hipLaunchHostFunc"), 2);
   CHECK_EQUAL(driver->live_pinned, 1);
   runtime.flags_asked = true;
   FAILS(device_call(&o, source, target), FFI_FAILED_PRECONDITION, "JAXMPI_DEVICE_TRANSPORT=flags is not possible",
         "Leave the variable out");
   runtime.flags_asked = driver->without_flags = false;
-  finish();
 }
 
 /* The driver fails while operations wait for their turns, and so do the calls that wait for it: they are dropped. No
  * stream waits for them, and those of another stream are done. */
-static void what_waits_is_dropped_after_a_failure(void) {
-  struct communicator *comm = world(0, 2);
+TEST(what_waits_is_dropped_after_a_failure) {
   void *first = xla_stream, *second = driver->stream();
   bool hip = space == &memory_rocm;
   on(TRANSPORT_FLAGS, false);
-  fill(source, ROOM);
   driver->block(first, true);
-  give_sums(comm, reduction("SUM"), 0, 3);
+  give_sums(reduction("SUM"), 0, 3);
   xla_stream = second;
-  give_sums(comm, reduction("SUM"), 3, 5);
+  give_sums(reduction("SUM"), 3, 5);
   xla_stream = first;
   fake->reset();
   driver->fail(hip ? "hipMemcpyAsync" : "cuMemcpyHtoDAsync", hip ? 2 : 1, FAKE_LAUNCH_FAILURE);
   driver->fail(hip ? "hipStreamSynchronize" : "cuStreamSynchronize", 1, FAKE_LAUNCH_FAILURE);
-  struct operands o = {"allreduce", F64, 10, 10, {registered(comm), reduction("SUM")}, true};
+  struct operands o = sum_of(10);
   void *data = driver->allocate(BYTES);
-  struct frame frame;
-  frame_make(&frame, o.operation, ARRAY(F64, data, 10), ARRAY(F64, data, 10), o.attributes);
-  FAILS(frame_call_in(space, &frame, o.operation), FFI_INTERNAL, "launch failure");
+  FAILS(give_reduction(reduction("SUM"), data, data, 10), FFI_INTERNAL, "launch failure");
   driver->synchronize(second);
-  check_sums(comm->size, 3, 5);
+  check_sums(3, 5);
   CHECK_EQUAL(communications(), 2);
   driver->block(first, false);
   CHECK_EQUAL(driver->synchronize(first), 0);
   CHECK_EQUAL(communications(), 2);
-  FAILS(device_call(&o, source, source), FFI_INTERNAL, "an operation before it has failed", "Synchronize failed");
-  same_as_on_host(&o, comm);
+  FAILS(device_call(&o, source, target), FFI_INTERNAL, "an operation before it has failed", "Synchronize failed");
+  same_as_on_host(&o, world(0, 2));
   release_sums(0, 3);
   driver->release(data);
   driver->reset(); /* a stream that goes on after all does not get the number it waits for, but a later one */
-  finish();
 }
 
 /* The device fails for good, while operations wait for their turns or one is with MPI. The end does not wait for what
  * never comes, and what MPI may be using stays. */
-static void the_end_after_a_failure_of_the_device(void) {
-  struct communicator *comm = world(0, 2);
+TEST(the_end_after_a_failure_of_the_device) {
   for (int with_mpi = 0; with_mpi < 2; with_mpi++) {
-    intptr_t op = gated_operation();
+    gate_close();
     context("with MPI: %d", with_mpi);
     on(TRANSPORT_FLAGS, false);
-    fill(source, ROOM);
     fake->reset();
     driver->block(xla_stream, !with_mpi);
-    give_sums(comm, gated_number, 0, 3);
+    give_sums(gated_number, 0, 3);
     if (with_mpi) gate_reached();
     driver->lose(FAKE_ILLEGAL_ADDRESS);
     transport_finish();
     CHECK_EQUAL(driver->live_pinned, with_mpi ? 3 : 0);
-    struct failure *failure = failure_take();
-    if (CHECK(failure != NULL)) CHECK(strstr(failure->text, "illegal memory access") != NULL);
-    free(failure);
+    was_left("illegal memory access");
     gate_open();
     driver->block(xla_stream, false);
     while (driver->live_pinned > 0) transport_finish();
     CHECK_EQUAL(communications(), with_mpi);
     driver->lose(0);
     release_sums(0, 3);
-    struct operands o = {"allreduce", F64, 10, 10, {registered(comm), reduction("SUM")}, false};
-    same_as_on_host(&o, comm); /* by the same thread */
-    CHECK_EQUAL(fake->operation_free(op), 0);
+    struct operands o = sum_of(10);
+    same_as_on_host(&o, world(0, 2)); /* by the same thread */
     finish();
   }
 }
-
-static const struct test tests[] = {
-    TEST(results_are_those_of_the_host),
-    TEST(chunks_are_joined),
-    TEST(chunks_on_the_host),
-    TEST(an_aware_library_gets_device_pointers),
-    TEST(requests_are_staged),
-    TEST(errors_of_requests_are_deferred),
-    TEST(check_is_staged),
-    TEST(errors_are_deferred),
-    TEST(freed_before_its_turn),
-    TEST(failures_of_the_driver_are_errors),
-    TEST(threads_share_a_stream),
-    TEST(pinned_memory_is_reused),
-    TEST(operands_are_waited_for),
-    TEST(each_chunk_has_room),
-    TEST(nothing_is_under_way_after_an_error),
-    TEST(streams_share_no_memory),
-    TEST(other_threads_leave_nothing_to_the_stream),
-    TEST(threads_share_no_memory),
-    TEST(the_end_waits_for_calls),
-    TEST(the_end_waits_for_the_stream),
-    TEST(memory_grows_behind_what_uses_it),
-    TEST(errors_are_told_to_the_thread_that_left_them),
-    TEST(the_end_while_a_thread_goes_on),
-    TEST(reductions_of_users_are_waited_for),
-    TEST(what_is_compared_is_waited_for),
-    TEST(what_is_alike_is_compared_once),
-    TEST(the_stream_waits_for_mpi),
-    TEST(flags_count_up_and_begin_again),
-    TEST(flags_keep_the_order_of_streams),
-    TEST(flags_are_freed_after_a_failure),
-    TEST(a_device_without_flags),
-    TEST(what_waits_is_dropped_after_a_failure),
-    TEST(the_end_after_a_failure_of_the_device),
-};
-
-int main(int argc, char **argv) { return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests); }

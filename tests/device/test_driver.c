@@ -13,7 +13,6 @@
 
 #include "fake_driver.h"
 
-typedef unsigned long long address;
 #define ADDRESS(pointer) ((address)(uintptr_t)(pointer))
 
 static struct fake_driver *fake;
@@ -94,26 +93,14 @@ struct rows {
   size_t n, count, on_host, on_device;
 };
 static int rows_down(void *to, const void *from, struct rows r, void *s) {
-  struct {
-    size_t from_x, from_y;
-    int from_kind;
-    const void *from_host;
-    address from_device;
-    const void *from_array;
-    size_t from_pitch, to_x, to_y;
-    int to_kind;
-    void *to_host;
-    address to_device;
-    const void *to_array;
-    size_t to_pitch, width, rows;
-  } copy = {.from_kind = 2,
-            .from_device = ADDRESS(from),
-            .from_pitch = r.on_device,
-            .to_kind = 1,
-            .to_host = to,
-            .to_pitch = r.on_host,
-            .width = r.n,
-            .rows = r.count};
+  struct cuda_rows copy = {.from_kind = 2,
+                           .from_device = ADDRESS(from),
+                           .from_pitch = r.on_device,
+                           .to_kind = 1,
+                           .to_host = to,
+                           .to_pitch = r.on_host,
+                           .width = r.n,
+                           .rows = r.count};
   return hip ? hipMemcpy2DAsync(to, r.on_host, from, r.on_device, r.n, r.count, 2, s) : cuMemcpy2DAsync_v2(&copy, s);
 }
 static int enter(void *s) {

@@ -399,11 +399,6 @@ static bool compare(void *address, int bytes, void *expected, uint64_t number, i
 
 /* --- what the compiler calls --- */
 
-void __tsan_init(void);
-void __tsan_func_entry(void *caller);
-void __tsan_func_exit(void);
-void __tsan_read_range(void *address, size_t bytes);
-void __tsan_write_range(void *address, size_t bytes);
 void __tsan_init(void) {}
 void __tsan_func_entry(void *caller) { (void)caller; }
 void __tsan_func_exit(void) {}
@@ -411,9 +406,6 @@ void __tsan_read_range(void *address, size_t bytes) { use_bytes(address, bytes, 
 void __tsan_write_range(void *address, size_t bytes) { use_bytes(address, bytes, true, false); }
 
 /* By newer versions of clang. */
-void *__tsan_memcpy(void *to, const void *from, size_t bytes);
-void *__tsan_memmove(void *to, const void *from, size_t bytes);
-void *__tsan_memset(void *to, int value, size_t bytes);
 void *__tsan_memcpy(void *to, const void *from, size_t bytes) { return explore_memcpy(to, from, bytes); }
 void *__tsan_memmove(void *to, const void *from, size_t bytes) {
   use_bytes(from, bytes, false, false);
@@ -426,10 +418,6 @@ void *__tsan_memset(void *to, int value, size_t bytes) {
 }
 
 #define PLAIN(bytes)                                                                            \
-  void __tsan_read##bytes(void *address);                                                       \
-  void __tsan_write##bytes(void *address);                                                      \
-  void __tsan_unaligned_read##bytes(void *address);                                             \
-  void __tsan_unaligned_write##bytes(void *address);                                            \
   void __tsan_read##bytes(void *address) { use_bytes(address, bytes, false, false); }           \
   void __tsan_write##bytes(void *address) { use_bytes(address, bytes, true, false); }           \
   void __tsan_unaligned_read##bytes(void *address) { use_bytes(address, bytes, false, false); } \
@@ -440,37 +428,27 @@ PLAIN(4)
 PLAIN(8)
 PLAIN(16)
 
-#define ATOMIC(bits, type)                                                                                            \
-  type __tsan_atomic##bits##_load(const type *at, int order);                                                         \
-  void __tsan_atomic##bits##_store(type *at, type value, int order);                                                  \
-  type __tsan_atomic##bits##_exchange(type *at, type value, int order);                                               \
-  type __tsan_atomic##bits##_fetch_add(type *at, type value, int order);                                              \
-  type __tsan_atomic##bits##_fetch_sub(type *at, type value, int order);                                              \
-  int __tsan_atomic##bits##_compare_exchange_strong(type *at, type *expected, type value, int order, int otherwise);  \
-  int __tsan_atomic##bits##_compare_exchange_weak(type *at, type *expected, type value, int order, int otherwise);    \
-  type __tsan_atomic##bits##_compare_exchange_val(type *at, type expected, type value, int order, int otherwise);     \
-  type __tsan_atomic##bits##_load(const type *at, int order) {                                                        \
-    return (type)load((void *)(uintptr_t)at, sizeof *at, order);                                                      \
-  }                                                                                                                   \
-  void __tsan_atomic##bits##_store(type *at, type value, int order) { store(at, sizeof *at, value, order); }          \
-  type __tsan_atomic##bits##_exchange(type *at, type value, int order) {                                              \
-    return (type)replace(at, sizeof *at, EXCHANGE, value, order);                                                     \
-  }                                                                                                                   \
-  type __tsan_atomic##bits##_fetch_add(type *at, type value, int order) {                                             \
-    return (type)replace(at, sizeof *at, ADD, value, order);                                                          \
-  }                                                                                                                   \
-  type __tsan_atomic##bits##_fetch_sub(type *at, type value, int order) {                                             \
-    return (type)replace(at, sizeof *at, SUBTRACT, value, order);                                                     \
-  }                                                                                                                   \
-  int __tsan_atomic##bits##_compare_exchange_strong(type *at, type *expected, type value, int order, int otherwise) { \
+#define CHANGE(bits, type, name, change)                            \
+  type __tsan_atomic##bits##_##name(type *at, type by, int order) { \
+    return (type)replace(at, sizeof *at, change, by, order);        \
+  }
+#define COMPARE(bits, type, name)                                                                                     \
+  int __tsan_atomic##bits##_compare_exchange_##name(type *at, type *expected, type value, int order, int otherwise) { \
     return compare(at, sizeof *at, expected, value, order, otherwise);                                                \
-  }                                                                                                                   \
-  int __tsan_atomic##bits##_compare_exchange_weak(type *at, type *expected, type value, int order, int otherwise) {   \
-    return compare(at, sizeof *at, expected, value, order, otherwise);                                                \
-  }                                                                                                                   \
-  type __tsan_atomic##bits##_compare_exchange_val(type *at, type expected, type value, int order, int otherwise) {    \
-    compare(at, sizeof *at, &expected, value, order, otherwise);                                                      \
-    return expected;                                                                                                  \
+  }
+#define ATOMIC(bits, type)                                                                                         \
+  CHANGE(bits, type, exchange, EXCHANGE)                                                                           \
+  CHANGE(bits, type, fetch_add, ADD)                                                                               \
+  CHANGE(bits, type, fetch_sub, SUBTRACT)                                                                          \
+  COMPARE(bits, type, strong)                                                                                      \
+  COMPARE(bits, type, weak)                                                                                        \
+  void __tsan_atomic##bits##_store(type *at, type value, int order) { store(at, sizeof *at, value, order); }       \
+  type __tsan_atomic##bits##_load(const type *at, int order) {                                                     \
+    return (type)load((void *)(uintptr_t)at, sizeof *at, order);                                                   \
+  }                                                                                                                \
+  type __tsan_atomic##bits##_compare_exchange_val(type *at, type expected, type value, int order, int otherwise) { \
+    compare(at, sizeof *at, &expected, value, order, otherwise);                                                   \
+    return expected;                                                                                               \
   }
 ATOMIC(8, uint8_t)
 ATOMIC(32, uint32_t)

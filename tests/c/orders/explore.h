@@ -37,6 +37,10 @@ void explore_bad(const struct exploration *exploration, const char *weaker);
 enum explore_access { EXPLORE_LOADS = 1, EXPLORE_STORES = 2 };
 void explore_weaken(const void *first, size_t bytes, enum explore_access accesses);
 
+#define EXPLORE_WEAKER(exploration, object, accesses)            \
+  explore_weaken(&(object), sizeof(object), EXPLORE_##accesses); \
+  explore_bad(exploration, "relaxed " #accesses " of " #object)
+
 /* The exit status of the program. */
 int explore_result(void);
 

@@ -55,10 +55,8 @@ int main(void) {
       "flags: a communicator that is given up", begin, NULL, {give_up, use_given_up}, 9};
   const struct exploration compared = {"flags: what is compared", begin, NULL, {prepare, settle}, 9};
   explore_good(&given_up);
-  explore_weaken(&comm.freed, sizeof comm.freed, EXPLORE_LOADS);
-  explore_bad(&given_up, "`freed` read relaxed");
+  EXPLORE_WEAKER(&given_up, comm.freed, LOADS);
   explore_good(&compared);
-  explore_weaken(&comm.to_compare, sizeof comm.to_compare, EXPLORE_LOADS);
-  explore_bad(&compared, "`to_compare` read relaxed");
+  EXPLORE_WEAKER(&compared, comm.to_compare, LOADS);
   return explore_result();
 }

@@ -54,10 +54,8 @@ int main(void) {
   struct exploration lookup = {"registry: look up while others add", begin, NULL, {add, look_up, look_up}, 2};
   struct exploration of_meant = {"registry: an entry that is reserved", begin, NULL, {add, look_for_meant, NULL}, 9};
   explore_good(&lookup);
-  explore_weaken(&registered, sizeof registered, EXPLORE_STORES);
-  explore_bad(&lookup, "`registered` stored relaxed");
-  explore_weaken(&registered, sizeof registered, EXPLORE_LOADS);
-  explore_bad(&lookup, "`registered` read relaxed");
+  EXPLORE_WEAKER(&lookup, registered, STORES);
+  EXPLORE_WEAKER(&lookup, registered, LOADS);
   explore_good(&of_meant);
   of_meant.begin = begin_weaker;
   explore_bad(&of_meant, "its object stored relaxed");

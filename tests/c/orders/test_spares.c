@@ -46,12 +46,9 @@ int main(void) {
       "spares: requests", begin, all_are_there, {take_and_give, give_own, take_and_give}, 2};
   const struct exploration of_scratch = {"spares: scratch memory", begin, NULL, {use_scratch, use_scratch}, 9};
   explore_good(&of_requests);
-  explore_weaken(spares, sizeof spares, EXPLORE_STORES);
-  explore_bad(&of_requests, "given relaxed");
-  explore_weaken(spares, sizeof spares, EXPLORE_LOADS);
-  explore_bad(&of_requests, "taken relaxed");
+  EXPLORE_WEAKER(&of_requests, spares, STORES);
+  EXPLORE_WEAKER(&of_requests, spares, LOADS);
   explore_good(&of_scratch);
-  explore_weaken(&spare, sizeof spare, EXPLORE_STORES);
-  explore_bad(&of_scratch, "given relaxed");
+  EXPLORE_WEAKER(&of_scratch, spare, STORES);
   return explore_result();
 }

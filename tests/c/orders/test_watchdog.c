@@ -70,16 +70,11 @@ int main(void) {
       "watchdog: the words of an operation", begin, NULL, {wait_twice, read_once, NULL}, 3};
   const struct exploration stopping = {"watchdog: it stops", begin_to_stop, NULL, {look, stop, NULL}, 9};
   explore_good(&words);
-  explore_weaken(&record.number, sizeof record.number, EXPLORE_STORES);
-  explore_bad(&words, "`number` stored relaxed");
-  explore_weaken(record.summary, sizeof record.summary, EXPLORE_STORES);
-  explore_bad(&words, "`summary` stored relaxed");
-  explore_weaken(record.summary, sizeof record.summary, EXPLORE_LOADS);
-  explore_bad(&words, "`summary` read relaxed");
+  EXPLORE_WEAKER(&words, record.number, STORES);
+  EXPLORE_WEAKER(&words, record.summary, STORES);
+  EXPLORE_WEAKER(&words, record.summary, LOADS);
   explore_good(&stopping);
-  explore_weaken(&watching, sizeof watching, EXPLORE_STORES);
-  explore_bad(&stopping, "`watching` stored relaxed");
-  explore_weaken(&looking, sizeof looking, EXPLORE_LOADS);
-  explore_bad(&stopping, "`looking` read relaxed");
+  EXPLORE_WEAKER(&stopping, watching, STORES);
+  EXPLORE_WEAKER(&stopping, looking, LOADS);
   return explore_result();
 }
