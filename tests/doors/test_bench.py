@@ -136,8 +136,8 @@ def test_no_check_no_mistakes(run, rank, monkeypatch):
 
 def witness(name, rank, ranks, elements, dtype="float32", op="sum"):
     case = Case(rank, ranks, elements, op)
-    return data.Witness(
-        OPERATIONS[name], case, data.Numbers.of(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks)
+    return data.Oracle(
+        OPERATIONS[name], case, data.Numbers.for_reduction(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks)
     )
 
 
@@ -386,8 +386,8 @@ def test_needs_two_ranks(run):
 @pytest.mark.alone
 def test_what_cannot_be_exact():
     with pytest.raises(ValueError, match="the sum over 300 ranks of numbers that differ is not exact in bfloat16"):
-        data.Numbers.of(np.dtype(jnp.bfloat16), "sum", 300)
-    assert data.Numbers.of(np.dtype(jnp.bfloat16), "max", 300).levels == 256
+        data.Numbers.for_reduction(np.dtype(jnp.bfloat16), "sum", 300)
+    assert data.Numbers.for_reduction(np.dtype(jnp.bfloat16), "max", 300).levels == 256
 
 
 # --- as users start it -----------------------------------------------------------------------------------------------

@@ -442,7 +442,7 @@ WRONG = {
     "position": (ValueError, "w, x, y; got 3", (regression, (W, X, Y)), {"invariant": 3}),
     "modes": (ValueError, "'fwd' and 'rev', got 'fwd'", (regression, (W, X, Y)), {"modes": "fwd"}),
     "prefix": (
-        ValueError, "a prefix of what f returns; got [True, False]",
+        ValueError, "a prefix of the result of f. Got [True, False]",
         (regression, (W, X, Y)), {"invariant": "w", "invariant_out": [True, False]},
     ),
     "result": (ValueError, "f returns no array", (lambda x: x.astype(int), (X,)), {"modes": ("fwd",)}),

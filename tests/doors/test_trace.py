@@ -683,7 +683,7 @@ def test_rank_that_is_late(tmp_path):
 def test_jobs_are_not_mixed(other, tmp_path):
     make_file(tmp_path, 0, 2, job=None, name="first")
     make_file(tmp_path, **{"rank": 1, "size": 2, "job": None, "name": "second", **other})
-    with pytest.raises(ValueError, match="cannot be told apart"):
+    with pytest.raises(ValueError, match="may be of different jobs"):
         files.read(tmp_path)
 
 

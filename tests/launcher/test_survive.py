@@ -559,7 +559,7 @@ def test_first_save_is_interrupted(tmp_path):
         comm = jaxmpi.get_default()
         grid = jaxmpi.Grid((0,), (6,))
         replica = jaxmpi.Replica(x[:2], grid=grid, save=False)
-        if rank == 1: replica._began = lambda *arguments: die()
+        if rank == 1: replica._begin = lambda *arguments: die()
         while True:
             try:
                 with jaxmpi.survive(uniform=True):
