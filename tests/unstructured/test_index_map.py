@@ -508,7 +508,7 @@ def test_by_rank():
 def test_lookup():
     for values in [], [5], [3, 4, 5], [5, 3, 4], [9, 2, LARGEST], [0, 10, 20], [LARGEST, 0]:
         wanted = np.array([-(2**63), -1, *range(12), LARGEST])
-        found = Lookup.of(np.array(values, np.int64)).positions(wanted)
+        found = Lookup.from_list(np.array(values, np.int64)).positions(wanted)
         assert found.tolist() == [values.index(i) if i in values else -1 for i in wanted.tolist()], values
 
 
@@ -605,7 +605,7 @@ def test_csr_that_does_not_fit_other_ranks(comm, rank, size):
     with pytest.raises(ValueError, match=r"^IndexMap\.from_csr: ") as raised:
         jaxmpi.IndexMap.from_csr([0, 1, 2], [0, beyond], comm=comm)
     assert f"no rank owns {beyond} (indices of rank 0), {beyond} (indices of rank 1)" in str(raised.value)
-    assert "say in rows=" in str(raised.value)
+    assert "by rows=" in str(raised.value)
     with pytest.raises(ValueError, match=r"^IndexMap\.from_csr: ") as raised:
         jaxmpi.IndexMap.from_csr([0, 1], [0], rows=[0], comm=comm)
     assert "owned twice: 0 (by ranks 0 and 1)" in str(raised.value)
