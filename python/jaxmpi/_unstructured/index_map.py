@@ -30,8 +30,8 @@ class IndexMap(communicators.Local):
     matrix, the nodes of a graph. A rank has its own rows in any order, and behind them the ghosts: copies of rows that
     others own. The local number of a row is its place in the arrays of a rank:
 
-        0 to owned - 1                  the rows that this rank owns, in the order of `owned`
-        owned to owned + ghosts - 1     the ghosts, sorted by the ranks that own them, then by global index
+        0 to owned - 1                  the rows that this rank owns, in the order of `owned`.
+        owned to owned + ghosts - 1     the ghosts, sorted by the ranks that own them, then by global index.
 
     The map finds the owner of each ghost, and the ranks that have copies of this rank's rows. `exchange` then brings
     the rows of the owners to the ghosts, and `accumulate` adds the ghosts to the rows of the owners.
