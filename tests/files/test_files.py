@@ -542,7 +542,7 @@ def test_ranks_that_differ(comm, folder, which):
         more["grid"] = jaxmpi.Grid((0,), (3 * comm.size,)) if comm.rank else None
     if which == "keep":
         call, more["keep"] = io.checkpoint, 1 + comm.rank
-    with pytest.raises(ValueError, match=r"another one than on rank 0"):
+    with pytest.raises(ValueError, match=r"differs from rank 0"):
         call(folder / "state", mine, **more)
     assert_nothing(comm, folder)
 

@@ -397,7 +397,7 @@ def complete(path):
     count = arrays["time"]["shape"][0]
     for name in ("x",):
         meta = arrays[name]
-        stored = store.Stored.of(path / name, meta)
+        stored = store.Stored.from_meta(path / name, meta)
         assert meta["shape"][0] == count
         for step in range(count):  # reading checks each chunk
             store.read(stored, [(step, step + 1), *((0, n) for n in meta["shape"][1:])])
@@ -561,7 +561,7 @@ def test_ranks_that_differ(folder):
         ({}, {f"x{RANK}": x}),
         ({"resume": RANK == 0}, {"x": x}),
     ):
-        with pytest.raises(ValueError, match=r"than on rank 0|on rank"):
+        with pytest.raises(ValueError, match=r"from rank 0|on rank"):
             io.Writer(folder / "q", grid, **options).append(0, tree)
     assert COMM.bcast(not (folder / "q").exists())
 
