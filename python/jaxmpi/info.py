@@ -63,7 +63,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def problems() -> Iterator[str]:
-    """Yield what is wrong or slow, each with advice."""
+    """Yield problems and reasons for low speed, each with advice."""
     import jax
     from mpi4py import MPI
 

@@ -102,8 +102,8 @@ class Operation:
     """The place where elements of this rank's result come from, by their index."""
 
     reduced: Callable[[Case], Sequence[int]] = lambda case: ()
-    """The ranks whose operands are reduced on this one, element by element. `origin` gives the index. If there are no
-    such ranks, `origin` gives the ranks, too."""
+    """The ranks whose operands are reduced on this one, element by element. `origin` gives the index. If this is
+    empty, `origin` gives the ranks, too."""
 
     parts: Callable[[int], int] = _one
     """ranks -> the number of parts of S."""

@@ -6,9 +6,9 @@ timed as well. The next turn needs the operand again, so the result is another a
 The exceptions are `bcast` and `grid_exchange`, whose result is the next operand. A reduction of less than 8 MiB works
 in place, on a copy of the operand that XLA makes.
 
-  loop    the turns are a `lax.fori_loop` in one compiled program
-  call    each turn is a call of `jaxmpi.jit`, followed by a wait for the result
-  eager   each turn is the operation alone, on one of two operands, followed by a wait for the result
+  loop    the turns are a `lax.fori_loop` in one compiled program.
+  call    each turn is a call of `jaxmpi.jit`, followed by a wait for the result.
+  eager   each turn is the operation alone, on one of two operands, followed by a wait for the result.
 """
 
 import functools

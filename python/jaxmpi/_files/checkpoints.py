@@ -34,7 +34,7 @@ def checkpoint(
     """Save a tree as the next state in a folder, and then remove old states.
 
     A state exists only when all ranks have written it. So `latest` finds the last complete one, also if a run has died
-    while it wrote. The next call removes the remains of such a run.
+    while it wrote. The next call removes the remains.
 
     All ranks call it, outside of compiled functions.
 

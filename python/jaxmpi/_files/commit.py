@@ -7,7 +7,7 @@ of this.
 Two jobs must not write one state. So rank 0 locks the hidden folder that it writes, and the state that it replaces,
 before it looks at anything else. It holds both locks until the new state has its name. A lock belongs to the folder
 itself, and stays with it when the folder is renamed. So after locking a folder, rank 0 checks that the name still leads
-to it. The system releases the locks of a process that dies. File systems without locks of folders have no such
+to it. The system releases the locks of a process that dies. File systems without locks of folders lack this
 protection.
 
 A run that dies between the two renames of a replacement leaves the old state under its hidden name. Readers look there,

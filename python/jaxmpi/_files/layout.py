@@ -150,7 +150,7 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
 
 
 def check_needed(divisions: Sequence[Any], options: Options, operation: str) -> None:
-    """Raise ValueError if arguments are about fields, and there are no such fields."""
+    """Raise ValueError if there are arguments for fields, and no fields."""
     of_grid = options.axes is not None or any(width != 0 for width in jax.tree.leaves(options.width))
     if of_grid and not any(isinstance(division, Grid) for division in divisions):
         raise ValueError(f"{operation}: width and axes are for fields of a Grid, and there is none: pass it as grid=.")

@@ -157,7 +157,7 @@ class Stored:
 
     @staticmethod
     def from_meta(path: Path, meta: Mapping[str, Any], sums: np.ndarray | None = None) -> "Stored":
-        """Read metadata. Raise KeyError, TypeError or ValueError if no array here has such metadata."""
+        """Read metadata. Raise KeyError, TypeError or ValueError if they are not possible here."""
         encoding = meta["chunk_key_encoding"]
         separator = encoding.get("configuration", {}).get("separator", "/")
         if meta["chunk_grid"]["name"] != "regular" or (encoding["name"], separator) != ("default", "/"):

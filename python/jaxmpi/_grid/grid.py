@@ -555,7 +555,7 @@ class Grid(communicators.Local):
             if len(set(blocks)) > 1:
                 raise ValueError(
                     f"{function}: blocks of {blocks} cells along axis {axis}: JAX's shardings divide an axis into "
-                    "equal parts. Use a shape that the processes divide, or jaxmpi.redistribute to such a grid."
+                    "equal parts. Use a shape that the processes divide, or jaxmpi.redistribute to equal blocks."
                 )
         if MPI.Comm.Compare(self._mpi, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
             raise ValueError(f"{function}: the grid's communicator does not have all ranks of COMM_WORLD, in order.")

@@ -3,8 +3,8 @@
 The function is L = sum over invariant results of <w, y> + sum over ranks and varying results of <w, y>. The weights w
 are random, or 1 if there is one real number. The derivative of L along a direction u of one variable is
 
-    forward mode    the same sums with the tangents of the results in the place of y
-    differences     (L(x + h u) - L(x - h u)) / 2h
+    forward mode    the same sums with the tangents of the results in the place of y.
+    differences     (L(x + h u) - L(x - h u)) / 2h.
     reverse mode    <g, u> with the gradient g. An invariant variable is one for all ranks, and each rank has this
                     value. A varying variable is a different one on each rank, and the values are summed over the ranks.
 

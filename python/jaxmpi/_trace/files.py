@@ -186,7 +186,7 @@ _NAME = re.compile(r"(.+)\.\d{5,}\.json")
 
 def jobs(folder: Path) -> list[Job]:
     """Return the jobs whose files are in a folder, by name. A rank does not know the name of the job if not all ranks
-    reported. Such ranks are of one job if they were launched together. Raise ValueError if there is no job, or if the
+    reported. These ranks are of one job if they were launched together. Raise ValueError if there is no job, or if the
     jobs of these ranks are not clear."""
     paths = [path for path in sorted(folder.iterdir()) if _NAME.fullmatch(path.name) and path.is_file()]
     if not paths:

@@ -397,7 +397,7 @@ class IndexMap(communicators.Local):
         """Return arrays of the rows that this rank owns, with zeros as ghosts. `exchange` fills the ghosts.
 
         Args:
-          tree: an array of shape (owned, ...), or a pytree of such arrays.
+          tree: an array of shape (owned, ...), or a pytree of these.
 
         Returns:
           Arrays of shape (owned + ghosts, ...), of the same structure and dtypes.
