@@ -34,8 +34,8 @@ def check_grads(
     random direction of each array among `args`. The arrays of all ranks together are the arguments of one function.
     Forward mode needs no `replicate` and no `invariant`, but reverse mode depends on them. If one is missing or one is
     too many, the two modes differ, on two or more ranks whose data differ. The error names the arguments whose
-    derivatives differ, and the factor between them if it is a simple one. Rank 0 reports on stderr if a step takes
-    longer than ten seconds.
+    derivatives differ, and the factor between them if it is a simple one. Rank 0 reports on stderr if it takes longer
+    than ten seconds.
 
     Args:
       f: a function of arrays and pytrees, jitted or not, called as `f(*args)`. It is called about a dozen times, and
@@ -54,7 +54,7 @@ def check_grads(
         compared with differences, which must be precise enough.
       comm: an intra-communicator. All ranks of it call this. None: a clone of COMM_WORLD.
       atol: the absolute difference that is allowed between derivatives. None: ten times the rounding of the largest
-        derivative and of the result.
+        derivative, plus the rounding of the result.
       rtol: the same, relative to the derivative: 1e-7 for float64, 1e-3 for float32, 0.03 for float16, 0.1 for
         bfloat16, by the least precise array among arguments and results.
       eps: the longest of several steps of the differences, relative to the size of an array. Their limit is

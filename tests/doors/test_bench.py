@@ -372,7 +372,7 @@ def test_ranks_that_differ(run, rank):
     code, _, err = run("allreduce" if rank == 0 else "bcast", "--bytes", 8, *SHORT)
     assert code == 2
     if rank == 0:
-        assert "the ranks were given different arguments: 0 ['allreduce'" in err
+        assert "the ranks have different arguments: 0 ['allreduce'" in err
         assert "1 ['bcast'" in err
 
 

@@ -479,7 +479,7 @@ def test_arguments_that_do_not_match():
     with pytest.raises(ValueError, match=r"float64 of shape .* on rank 0, float64 of shape .* on rank 1"):
         check_grads(lambda w, x: 1 / 0, (jnp.ones(2 + (RANK == 1)), X), invariant=0)
     with pytest.raises(
-        ValueError, match=r"arrays of the same names among args.* rank 0 has x\[0\], and rank 1 x\[0\], x\[1\]"
+        ValueError, match=r"arrays of the same names among args.* Rank 0 has x\[0\], and rank 1 x\[0\], x\[1\]"
     ):
         check_grads(lambda x: 1 / 0, ([X] * (1 + (RANK == 1)),))
     with pytest.raises(ValueError, match="arrays of the same names on all ranks"):

@@ -507,7 +507,7 @@ def test_ranks_that_differ_in_width_or_path(folder, grid):
             lambda path=path: io.save(path, {"x": x}, grid=grid),
             lambda path=path: io.checkpoint(path, {"x": x}, grid=grid),
         ):
-            with pytest.raises(ValueError, match="path is another one than on rank 0"):
+            with pytest.raises(ValueError, match="path differs from rank 0"):
                 call()
     assert listed(folder) == ["s"]
 

@@ -197,7 +197,7 @@ def test_rows_of_a_map(folder):
         },
     )
     fewer = jaxmpi.IndexMap(owned + 1, ghosts[:0])
-    with pytest.raises(ValueError, match="index is another one in"):
+    with pytest.raises(ValueError, match="index differs from the one in"):
         io.Writer(path, fewer, resume=True).append(
             9, {"x": jnp.zeros(len(owned)), "y": jnp.zeros((len(owned), 2), int)}
         )
@@ -575,7 +575,7 @@ def test_nothing_is_dropped_where_ranks_differ_in_the_time(folder):
         for step in range(4):
             out.append(step, x)
     for error, text, time_here in (
-        (ValueError, "time is another one than on rank 0", 1 + RANK),
+        (ValueError, "time differs from rank 0", 1 + RANK),
         ((TypeError, ValueError), "time must be a number", "now" if RANK else 1),
     ):
         with pytest.raises(error, match=text):

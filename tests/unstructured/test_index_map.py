@@ -286,7 +286,7 @@ WRONG = [
     ("ghosts", None, TypeError, "ghosts is None: pass an array"),
     ("owned", {0, 1}, TypeError, "owned is a set: pass an array or a list of integers, for example sorted(owned)"),
     ("ghosts", {0: 1}.keys(), TypeError, "ghosts is a dict_keys: pass an array or a list of integers, for example"),
-    ("owned", np.ma.masked_equal([0, 1], 1), TypeError, "owned is a masked array: pass what is not masked"),
+    ("owned", np.ma.masked_equal([0, 1], 1), TypeError, "owned is a masked array: pass owned.compressed()"),
     ("ghosts", np.ma.masked_equal([0, 1], 1), TypeError, "ghosts is a masked array"),
     ("owners", [0], ValueError, "2 ghosts and 1 owners"),
     ("owners", [0, 99], ValueError, "owners has 99, and the ranks are 0 to"),

@@ -59,7 +59,7 @@ def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failu
     absent = sum(id(map) not in _known for map in maps)
     mine = int.from_bytes(hashlib.blake2b(operation.encode(), digest_size=7).digest(), "little")
     missing, there, called = agreement.sums(comm, operation, failure, absent, len(maps), mine)
-    if called != mine * comm.size % 2**64:  # if ranks call different functions, the sum differs
+    if called != mine * comm.size % 2**64:  # if ranks call different functions, the sum fits on none
         raise ValueError(
             f"{operation}: other ranks call another function of jaxmpi.io: all ranks call the same ones in one order."
         )

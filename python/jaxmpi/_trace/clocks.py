@@ -1,7 +1,7 @@
 """One time for all ranks. Ranks of one machine share one clock. Clocks of machines are compared by the operations.
 
 No rank can leave an operation before the ranks that it needs have begun it. This bounds the difference of two clocks
-from both sides. The distance of the bounds is the time of the fastest operations.
+from both sides. The two bounds are as close as the fastest operation between the machines takes.
 """
 
 import bisect
@@ -49,8 +49,8 @@ Bounds = dict[tuple[str, str], dict[int, list[float]]]
 
 
 def _bounds(clock: dict[int, str], matched: Matched) -> Bounds:
-    """Return bounds for pairs of clocks a and b, and windows of b's time. The number that turns b's times into a's lies
-    between the two."""
+    """Return bounds for pairs of clocks a and b, and windows of b's time. The number to add to b's times, to get
+    a's, lies between the two."""
     bounds: Bounds = defaultdict(lambda: defaultdict(lambda: [-math.inf, math.inf]))
     if len(set(clock.values())) == 1:
         return bounds
