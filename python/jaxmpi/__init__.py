@@ -10,7 +10,7 @@ __version__ = _version("jaxmpi")
 
 
 def _module_to_run() -> str:
-    """NAME while `python -m NAME` imports the package of that module; otherwise an empty string."""
+    """Return NAME while `python -m NAME` imports the package of this module, otherwise an empty string."""
     if _sys.argv[:1] != ["-m"]:
         return ""
     words = iter(_sys.orig_argv[1:])
@@ -22,8 +22,8 @@ def _module_to_run() -> str:
     return ""
 
 
-# `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them; `python -m jaxmpi.info` reports
-# why the package cannot be loaded; `python -m jaxmpi.trace` reads files. For these nothing is imported here.
+# `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them. `python -m jaxmpi.info` reports
+# why the package cannot be loaded. `python -m jaxmpi.trace` reads files. For these three nothing is imported here.
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi import _start
 
@@ -90,8 +90,8 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
             "migrate": "_unstructured.migration",
             "redistribute": "_grid.redistribute",
         }
-        """The modules of what not every program uses: imported as it is first asked for, as are the public modules. An
-        import of the package takes a third less without them."""
+        """Names that not every program uses, with modules. `__getattr__` imports a module when a program first uses a
+        name, as it does for the public modules. This makes the import of the package a third shorter."""
         _MODULES = ("bench", "collectives", "compat", "fft", "info", "io", "run", "sharded", "testing", "trace")
 
         def __getattr__(name: str) -> _typing.Any:

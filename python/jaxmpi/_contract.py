@@ -1,8 +1,8 @@
-"""What derivatives rely on in JAX: each assumption with a computation that tests it.
+"""Assumptions about JAX on which derivatives rely, each with a computation that tests it.
 
-Before the first derivative of something that communicates, these computations are traced on COMM_SELF and their
-operations counted; nothing is compiled or sent. If an operation is missing or in another place, derivatives are
-refused. A function of JAX that is missing or has other parameters is an error at import already: see `hooks.HOOKS`.
+Before the first derivative of something that communicates, these computations are traced on COMM_SELF and the
+operations in them counted. Nothing is compiled or sent. If an operation is missing or in another place, derivatives are
+refused. If JAX lacks a function, or the function has other parameters, the import already fails: see `hooks.HOOKS`.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from jaxmpi._primitive.effect import EFFECT, Refusal
 from jaxmpi._primitive.operation import is_ours
 
 Operations = list[tuple[str, str, str]]
-"""The operations of a computation, in order: the primitive around it (`scan`, `cond`, ... or empty), its name, and what
-it communicates (`tangent`, `cotangent`; empty: a value)."""
+"""The operations of a computation, in order. Each has the primitive around it (`scan`, `cond`, ... or empty), a name,
+and the communicated quantity (`tangent`, `cotangent`; empty: a value)."""
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """A behaviour of JAX, a computation that needs it, and the operations that the computation then has."""
+    """A behaviour of JAX, a computation that needs it, and the operations that the computation has because of it."""
 
     what: str
     computation: Callable[[], Any]
@@ -38,7 +38,7 @@ class Assumption:
 
 
 def operations(jaxpr: Any, inside: str = "") -> Operations:
-    """The operations of a jaxpr and of the jaxprs inside."""
+    """Return the operations of a jaxpr and of the jaxprs inside."""
     return list(_operations(jaxpr, inside))
 
 
@@ -118,7 +118,7 @@ def _transposed(receive: Callable[[], Any]) -> Any:
 
 
 def _called(f: Callable[[], Any]) -> Any:
-    """A nested call like those into which JAX divides what is in a checkpoint."""
+    """Make a nested call like the calls into which JAX divides a checkpoint."""
     closed: Any = jax.make_jaxpr(lambda: jax.jit(f)())()
     (equation,) = closed.eqns
     call = equation.replace(primitive=primitives.closed_call_p, params={"call_jaxpr": equation.params["jaxpr"]})
@@ -138,13 +138,13 @@ def _received_by_custom_vjp() -> Any:
 
 
 def _mapped() -> Any:
-    """The transpose of an unused linear solve under a `vmap` over the cotangents."""
+    """Transpose an unused linear solve under a `vmap` over the cotangents."""
     gradient = lambda ct: jax.vjp(lambda x: (_solve(x), x)[1], 1.0)[1](ct)[0]  # noqa: E731
     return _one_operation_if(_shapes_of_solves(jax.vmap(gradient)) == [(), (2,)])
 
 
 def _solved_once() -> Any:
-    """A linear solve of a constant in a function under a `vmap`."""
+    """Solve a linear system of constants in a function under a `vmap`."""
     return _one_operation_if(_shapes_of_solves(jax.vmap(lambda x: x * _solve(1.0))) == [()])
 
 
@@ -163,7 +163,7 @@ def _one_operation_if(right: bool) -> Any:
 
 
 def _dropped() -> Any:
-    """A primitive that communicates and whose own rule drops it, which must be refused."""
+    """Test a primitive that communicates and whose own rule drops it. jaxmpi must refuse it."""
     from jax._src.interpreters import partial_eval
 
     primitive = primitives.Primitive("jaxmpi.dropped")
@@ -185,7 +185,7 @@ def _newer_checkpoint() -> Any:
 
 
 def _hidden() -> Any:
-    """A primitive like those of other libraries, whose abstract evaluation does not report the effect inside."""
+    """Test a primitive, like in other libraries, whose abstract evaluation does not report the effect inside."""
     primitive = primitives.Primitive("jaxmpi.forgetful")
 
     def evaluate(x: Any) -> Any:
@@ -201,12 +201,12 @@ _VALUE_THEN_TANGENT = [("", "bcast", ""), ("", "bcast", "tangent")]
 _SOLVE = 2 * [("custom_linear_solve", "bcast", ""), ("custom_linear_solve", "reduce", "cotangent")]
 ASSUMPTIONS = (
     Assumption(
-        "a trace that differentiates is told of each primitive, also where no operand has a tangent",
+        "a trace that differentiates receives each primitive, also where no operand has a tangent",
         lambda: _reverse(lambda x: x * _bcast()),
         [("", "bcast", ""), ("", "reduce", "cotangent")],
     ),
     Assumption(
-        "a trace in forward mode is told of each primitive, too",
+        "a trace in forward mode receives each primitive, too",
         lambda: _forward(lambda x: x * _bcast()),
         _VALUE_THEN_TANGENT,
     ),
@@ -216,12 +216,12 @@ ASSUMPTIONS = (
         _VALUE_THEN_TANGENT,
     ),
     Assumption(
-        "so are those that have been traced",
+        "traced nested calls of constants are differentiated",
         lambda: _forward(lambda x: x * _called(_bcast)),
         _VALUE_THEN_TANGENT,
     ),
     Assumption(
-        "and in reverse mode",
+        "traced nested calls of constants are differentiated in reverse mode",
         lambda: _reverse(lambda x: x * _called(_bcast)),
         [("", "bcast", ""), ("", "reduce", "cotangent")],
     ),
@@ -241,12 +241,12 @@ ASSUMPTIONS = (
         [("scan", "bcast", ""), ("scan", "bcast", "tangent")],
     ),
     Assumption(
-        "what a scan receives is received in each of its steps, in its derivative too",
+        "a receive in a scan is executed in each step, in the derivative too",
         lambda: _reverse(lambda x: _repeat(lambda c: c + _recv(), x)),
         [("scan", "recv", ""), ("scan", "send", "cotangent")],
     ),
     Assumption(
-        "what a scan receives in a checkpoint is received in each of its steps, in its derivative too",
+        "a receive in a scan in a checkpoint is executed in each step, in the derivative too",
         lambda: _reverse(jax.checkpoint(lambda x: _repeat(lambda c: c + _recv(), x))),
         [("scan", "recv", ""), ("scan", "send", "cotangent")],
     ),
@@ -256,7 +256,7 @@ ASSUMPTIONS = (
         [("", "send", ""), ("", "recv", "cotangent")],
     ),
     Assumption(
-        "a checkpoint without operands and results stays where what nothing depends on is left out",
+        "a checkpoint without operands and results stays where JAX leaves out unused equations",
         lambda: _unused(lambda: jax.checkpoint(lambda: _value_ignored(1.0))()),
         [("", "send", "")],
     ),
@@ -291,37 +291,37 @@ ASSUMPTIONS = (
         [("", "bcast", "")],
     ),
     Assumption(
-        "a linear solve of constants is differentiated, and so is its matrix",
+        "a linear solve of constants is differentiated, and so is the matrix in it",
         lambda: _forward(lambda x: x * _solve(1.0)),
         [*_SOLVE, *_VALUE_THEN_TANGENT, *_SOLVE],
     ),
     Assumption(
-        "where a function is transposed, what communicates is transposed with it",
+        "a transpose of a function transposes the communication in it",
         lambda: _transposed(jax.jit(_recv)),
         [("", "send", "cotangent")],
     ),
     Assumption(
-        "where a function is transposed, what communicates in a custom_jvp function of constants is transposed with it",
+        "a transpose of a function transposes the communication in a custom_jvp function of constants",
         lambda: _transposed(_received_by_custom_jvp),
         [("", "send", "cotangent")],
     ),
     Assumption(
-        "where a function is transposed, what communicates in a custom_vjp function of constants is transposed with it",
+        "a transpose of a function transposes the communication in a custom_vjp function of constants",
         lambda: _transposed(_received_by_custom_vjp),
         [("", "send", "cotangent")],
     ),
     Assumption(
-        "a transposition is started by one function, and what no cotangent reaches depends on what it is started with",
+        "one function starts a transposition, and what no cotangent reaches depends on the cotangents at the start",
         _mapped,
         [("", "bcast", "")],
     ),
     Assumption(
-        "the matrix of a linear solve is transposed by one function, and is no derivative",
+        "one function transposes the matrix of a linear solve, and this is no derivative",
         _solved_once,
         [("", "bcast", "")],
     ),
-    Assumption("what a primitive drops where nothing uses it is noticed", _dropped, [("", "bcast", "")]),
-    Assumption("what a primitive of another library communicates is seen", _hidden, [("", "bcast", "")]),
+    Assumption("jaxmpi notices if a primitive drops communication that nothing uses", _dropped, [("", "bcast", "")]),
+    Assumption("jaxmpi sees the communication in a primitive of another library", _hidden, [("", "bcast", "")]),
     Assumption(
         "the derivative of a root of constants is taken, and stays where nothing uses it",
         lambda: _one_operation_if(operations(_reverse(_root_ignored))[-1:] == [("", "reduce", "cotangent")]),
@@ -330,7 +330,7 @@ ASSUMPTIONS = (
     *(
         [
             Assumption(
-                "the newer kind of checkpoint is called by one method",
+                "one method calls the newer kind of checkpoint",
                 _newer_checkpoint,
                 [("", "send", ""), ("", "recv", "cotangent")],
             )
@@ -349,13 +349,13 @@ class Progress(enum.Enum):
 
     UNTESTED = enum.auto()
     TESTING = enum.auto()
-    """Derivatives are taken for the test, and are allowed."""
+    """The test itself takes derivatives, and these are allowed."""
     TESTED = enum.auto()
 
 
 @dataclass
 class State:
-    """What is known of the assumptions."""
+    """The result of the test of the assumptions."""
 
     progress: Progress = Progress.UNTESTED
     broken: str | None = None
@@ -366,20 +366,20 @@ _state = State()
 
 
 def broken() -> str | None:
-    """The first assumption that does not hold; None if all hold. Traces, and sends nothing."""
+    """Return the first assumption that does not hold, or None if all hold. This traces, and sends nothing."""
     for assumption in ASSUMPTIONS:
         try:
-            found: Any = operations(assumption.computation())
+            counted: Any = operations(assumption.computation())
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        if found != assumption.expected:
-            return f"{assumption.what} (expected {assumption.expected}, found {found})"
+            counted = f"{type(error).__name__}: {error}"
+        if counted != assumption.expected:
+            return f"{assumption.what} (expected {assumption.expected}, found {counted})"
     return None
 
 
 @contextlib.contextmanager
 def _whatever_is_around() -> Iterator[None]:
-    """A context in which computations are traced independently of where the first derivative is taken."""
+    """Make a context in which tracing does not depend on the place of the first derivative."""
     with (
         internals.no_trace(),
         internals.without_constant_folding(),
@@ -391,7 +391,7 @@ def _whatever_is_around() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises NotImplementedError if this JAX breaks an assumption. They are tested once."""
+    """Raise NotImplementedError if this JAX breaks an assumption. The first call tests them all."""
     if _state.progress is Progress.UNTESTED:
         _state.progress = Progress.TESTING
         try:
@@ -401,11 +401,11 @@ def check() -> None:
             _state.progress = Progress.TESTED
     if _state.broken is not None:
         raise Refusal(
-            f"jaxmpi: derivatives of communication are refused: JAX {jax.__version__} does not keep to what they rely "
-            f"on: {_state.broken}. {internals.ADVICE}"
+            f"jaxmpi: derivatives of communication are refused. JAX {jax.__version__} breaks an assumption on which "
+            f"they rely: {_state.broken}. {internals.ADVICE}"
         )
 
 
 def install() -> None:
-    """Installs the hooks into JAX's differentiation, which call `check` before the first derivative."""
+    """Install the hooks into JAX's differentiation, which call `check` before the first derivative."""
     hooks.install(check)

@@ -1,12 +1,12 @@
 """`jaxmpi.Replica`: a state in the memory of the ranks, each of which keeps copies of other ranks' blocks.
 
-A save is a block of bytes for each rank, of all fields without their halos. Rank r sends its own to ranks r + 1 to
-r + copies, modulo the number of ranks, and the messages are waited for by the next call. That begins with a reduction,
-after which all ranks have the copies of the save before, so what is older is dropped. Until then two saves are kept.
+A save is a block of bytes for each rank, with all fields without their halos. Rank r sends its block to ranks r + 1 to
+r + copies, modulo the number of ranks. The next call waits for these messages. It begins with a reduction: after that,
+all ranks have the copies of the previous save, and older saves are dropped. Until then each rank keeps two saves.
 
-After a death the ranks that live tell each other which blocks of which saves they have, and the newest save counts of
-which no block is missing. What a rank has for another one is known to both, from the two divisions. A spare rank that
-has stepped in has nothing: it is told what is the same on all ranks, and gets blocks as any other.
+After a death the living ranks exchange lists of the saves and blocks that they have. The newest save of which no block
+is missing counts. Both sides of a message compute the content from the two divisions. A spare rank that has stepped in
+has nothing. Another rank sends it the values that are the same on all ranks, and it receives blocks like any rank.
 """
 
 import math
@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import trees
-from jaxmpi._grid import arguments as given
+from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.divisions import Division
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Layout, Widths
@@ -33,9 +33,9 @@ from jaxmpi._mpi.waiting import waiting
 from jaxmpi._primitive import arguments, keys
 
 _COPIES, _BLOCKS = 3301, 3302
-"""Tags on the clone of the grid's communicator."""
+"""Tags on the clone of the communicator of the grid."""
 _MOST = 1 << 30
-"""Bytes of a message at most."""
+"""The largest number of bytes in a message."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
@@ -47,14 +47,14 @@ class _Field:
     dtype: np.dtype[Any]
     is_numpy: bool
     shape: tuple[int, ...]
-    """The shape of a block, whose sizes along `axes` do not count."""
+    """The shape of a block. The sizes along `axes` do not count."""
     axes: tuple[int, ...]
-    """The axes that are the grid's, from the end."""
+    """The axes that belong to the grid, from the end."""
     staggered: tuple[int, ...]
     widths: Widths
 
     def block(self, layout: Layout, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's block, without halo."""
+        """Return the shape of a rank's block, without halo."""
         shape = list(self.shape)
         for axis, size, extra in zip(self.axes, layout.block(rank), self.staggered, strict=True):
             shape[axis] = size + extra
@@ -70,7 +70,7 @@ class _Field:
         return x[tuple(index)]
 
     def with_halo(self, block: Any) -> Any:
-        """The value of the leaf, in whose halo there are zeros."""
+        """Return the value of the leaf, with zeros in the halo."""
         pads = [(0, 0)] * len(self.shape)
         for axis, pair in zip(self.axes, self.widths, strict=True):
             pads[axis] = pair
@@ -84,13 +84,13 @@ class _Same:
     """A leaf that is the same on all ranks."""
 
     value: Any
-    """The value, on the host."""
+    """The value in host memory."""
     impl: Any
     """The implementation of random keys; None for other values."""
     is_jax: bool
 
     @staticmethod
-    def of(x: Any) -> "_Same":
+    def from_leaf(x: Any) -> "_Same":
         if isinstance(x, jax.Array) and keys.is_key(x):
             return _Same(np.array(jax.random.key_data(x)), jax.random.key_impl(x), True)
         if isinstance(x, jax.Array | np.ndarray):
@@ -107,72 +107,72 @@ class _Same:
 
 @dataclass
 class _Saved:
-    """What this rank has of a save."""
+    """The part of a save that this rank has."""
 
     number: int
     layout: Layout
     rank: int
     same: list[_Same]
     blocks: dict[int, Bytes]
-    """Blocks of this rank, and those that it keeps for others, by their ranks."""
+    """The block of this rank and the blocks that it keeps for others, by their ranks."""
     under_way: dict[int, tuple[Bytes, list[MPI.Request]]] = field(default_factory=dict)
-    """Blocks of other ranks that have not come yet, by their ranks, and the requests for them."""
+    """Blocks of other ranks that have not arrived yet, by their ranks, and the requests for them."""
     sends: list[MPI.Request] = field(default_factory=list)
     complete: bool = False
-    """Whether this rank knows that all copies are there."""
+    """Whether this rank knows that all copies have arrived."""
 
 
 @dataclass(frozen=True)
-class _Has:
-    """What a rank tells of a save that it has."""
+class _HeldSave:
+    """The report of a rank about one save that it has."""
 
     number: int
     rank: int
-    """The rank that it had in the grid of the save."""
+    """The rank of the reporter in the grid of the save."""
     blocks: list[int]
     layout: Layout
     complete: bool
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells before a restore."""
+class _Report:
+    """The report of a rank before a restore."""
 
     last: int
-    """The number of the last save that it knows of."""
-    has: list[_Has]
+    """The number of the last save that the rank knows."""
+    saves: list[_HeldSave]
     stepped_in: bool
 
-    def of(self, number: int) -> _Has | None:
-        return next((its for its in self.has if its.number == number), None)
+    def find(self, number: int) -> _HeldSave | None:
+        return next((save for save in self.saves if save.number == number), None)
 
 
 class Replica(Local):
-    """A state that is kept in memory, so that it outlives the death of ranks: each rank has copies of others' blocks.
+    """A state in the memory of the ranks that outlives the death of ranks: each rank keeps copies of others' blocks.
 
-    Making one saves `tree`, unless `save=False`. Each save sends this rank's blocks to the ranks behind it, one message
-    to each; they are on their way while the program computes, and the next call waits for them. It does not count
-    before all blocks of it have been copied, and until then the one before is kept, too. So this takes (1 + copies)
-    times the memory of the blocks, on the host, and twice that during a save.
+    The constructor saves `tree`, unless `save=False`. Each save sends this rank's blocks to the next ranks, one message
+    to each. The program computes while they travel, and the next call waits for them. A save counts only when all
+    blocks of it have been copied. Until then the previous save is kept, too. This takes (1 + copies) times the memory
+    of the blocks, on the host, and twice that during a save.
 
-    All ranks of the grid make it and call its methods alike, outside of compiled functions.
+    All ranks of the grid make it and call the methods in the same order, outside of compiled functions.
 
     Args:
       tree: a pytree. Arrays with at least as many axes as the grid are this rank's blocks of fields, as in
         `Grid.exchange`, and may be staggered. Other arrays, numbers and random keys are the same on all ranks. They
-        are not compared: a rank gets its own back, and one that steps in those of another.
-      grid: the `Grid`; or a tree of it and None that is a prefix of `tree`, such as `{"state": grid, "weights": None}`.
-        None: the same on all ranks, however many axes it has.
-      width: of the halo that the fields have, as in `Grid.exchange`; or a dict with those of some keys of the tree, as
-        in `jaxmpi.io.save`. Halos are not saved.
-      axes: which axes of the fields are those of the grid, as in `Grid.exchange`.
+        are not compared: a rank gets back what it saved, and a rank that steps in gets the values of another one.
+      grid: the `Grid`; or a tree of it and None that is a prefix of `tree`, for example `{"state": grid, "weights":
+        None}`. None: the same on all ranks, however many axes the array has.
+      width: the width of the halo of the fields, as in `Grid.exchange`; or a dict with the widths for some keys of the
+        tree, as in `jaxmpi.io.save`. Halos are not saved.
+      axes: which axes of the fields belong to the grid, as in `Grid.exchange`.
       copies: how many other ranks keep each rank's blocks. As many neighbouring ranks may die at the same time.
-      save: False: `tree` only says what will be saved, nothing is communicated, and `restore` returns None before the
-        first save. A program with spare ranks makes its Replica so, for one that steps in has nothing to save. Fields
-        may then be `jax.ShapeDtypeStruct`, as `jax.eval_shape` gives them, where to make arrays would communicate.
+      save: False: `tree` only describes what will be saved. Nothing is communicated, and `restore` returns None before
+        the first save. Use it in programs with spare ranks, because a rank that steps in has nothing to save. Fields
+        may then be `jax.ShapeDtypeStruct`, as from `jax.eval_shape`, if making the arrays would communicate.
 
     Raises:
-      ValueError, TypeError: a field does not fit the grid, or an argument is of the wrong type; on this rank, before
+      ValueError, TypeError: a field does not fit the grid, or an argument has the wrong type. On this rank, before
         anything is sent.
       ProcessFailed: a rank has died.
     """
@@ -188,12 +188,12 @@ class Replica(Local):
         save: bool = True,
     ) -> None:
         internals.check_outside("Replica")
-        found = {id(its): its for its in jax.tree.leaves(grid, is_leaf=trees.is_division) if its is not None}
-        grids = list(found.values())
-        if not grids or not all(isinstance(its, Grid) and its == grids[0] for its in grids):
+        unique = {id(leaf): leaf for leaf in jax.tree.leaves(grid, is_leaf=trees.is_division) if leaf is not None}
+        grids = list(unique.values())
+        if not grids or not all(isinstance(other, Grid) and other == grids[0] for other in grids):
             raise TypeError(
-                "Replica: grid must be a jaxmpi.Grid, or a tree of one and None that is a prefix of the tree; other "
-                "states are kept by jaxmpi.io.checkpoint."
+                "Replica: grid must be a jaxmpi.Grid, or a tree of one and None that is a prefix of the tree. For "
+                "other states use jaxmpi.io.checkpoint."
             )
         self._copies = arguments.integer(copies, "Replica", "copies")
         if self._copies < 1:
@@ -205,62 +205,61 @@ class Replica(Local):
         self._fields, self._structure = self._described(tree, "Replica")
         self._kept: list[_Saved] = []
         self._last = 0
-        """The number of the last save that this rank knows of: all ranks know the same after a restore."""
+        """The number of the last save that this rank knows. All ranks know the same after a restore."""
         self._began_empty = not save
         if save:
             self._save(tree, "Replica")
 
     def save(self, tree: Any) -> None:
-        """Saves a tree like the one that the Replica was made with. The messages are under way as this returns.
+        """Save a tree with the same structure as in the constructor. Return while the messages are still travelling.
 
         Args:
           tree: of the same structure, with blocks of the same shapes and dtypes. It may be changed afterwards.
 
         Raises:
-          ValueError, TypeError: it is of another structure, or a leaf of another shape or dtype, or of NumPy instead
-            of JAX; or `recover` has given up the communicator, and nothing has been restored since. On this rank,
+          ValueError, TypeError: the structure differs, or a leaf has another shape or dtype, or is of NumPy instead of
+            JAX. Or `recover` has given up the communicator, and nothing has been restored after that. On this rank,
             before anything is sent.
-          ProcessFailed: a rank has died, here or on the way of the save before. This save does not count.
+          ProcessFailed: a rank has died, now or while the previous save was copied. This save does not count.
         """
         internals.check_outside("Replica.save")
         self._grid._check_alive("Replica.save")
         fields, structure = self._described(tree, "Replica.save")
         if structure != self._structure or fields != self._fields:
             raise ValueError(
-                "Replica.save: the tree is not like the one that the Replica was made with: pass one of the same "
-                "structure, whose arrays have the same shapes and dtypes, of JAX or of NumPy as those were, or make "
-                "another Replica."
+                "Replica.save: the tree differs from the one that made the Replica. Pass one of the same structure, "
+                "whose arrays have the same shapes and dtypes and are again of JAX or NumPy, or make another Replica."
             )
         self._save(tree, "Replica.save")
 
     def restore(self, grid: Grid) -> Any:
-        """The tree that was saved last, of which no block is lost, divided by another grid; further saves are by that.
+        """Return the last saved tree of which no block is lost, divided by `grid`. Later saves use this grid, too.
 
-        After a death call it with a grid on the communicator that `jaxmpi.recover` has made. It is kept by the ranks of
-        the new grid as this returns. If one of them dies meanwhile call it again, with the next grid. Without a death
-        it goes back to what was saved last.
+        After a death call it with a grid on the communicator that `jaxmpi.recover` has made. When it returns, the ranks
+        of the new grid keep the copies. If one of them dies in between, call it again, with the next grid. Without a
+        death it goes back to the last save.
 
         Args:
-          grid: of the same global shape. Ranks of it that have not been in the grid of the save, such as spare ones
-            that have stepped in, have made a Replica like the others'.
+          grid: of the same global shape. A rank that was not in the grid of the save, for example a spare rank that has
+            stepped in, must have made a Replica like the others.
 
         Returns:
-          The tree. Blocks have halos of zeros, of the width that they had, which `grid.exchange` fills. With
-          `save=False` None, on all ranks, if no save has been completed.
+          The tree. Blocks have halos of zeros, as wide as before; `grid.exchange` fills them. With `save=False` None,
+          on all ranks, if no save has been completed.
 
         Raises:
-          RuntimeError: a rank and all that kept copies of its blocks have died, on all ranks. Or some ranks call `save`
-            while others call this.
-          ValueError, TypeError: the grid is of another global shape, or none. On this rank; nothing is sent.
-          ProcessFailed: a rank has died since.
+          RuntimeError: a rank and all ranks with copies of its blocks have died. On all ranks. Or some ranks call
+            `save` while others call this.
+          ValueError, TypeError: `grid` has another global shape, or is no grid. On this rank; nothing is sent.
+          ProcessFailed: another rank has died.
         """
         if not isinstance(grid, Grid):
             raise TypeError(f"Replica.restore: grid must be a jaxmpi.Grid, got {grid!r:.80}.")
         grid._check_alive("Replica.restore")
         if grid.global_shape != self._grid.global_shape:
             raise ValueError(
-                f"Replica.restore: the grid has global shape {grid.global_shape}, and what was saved "
-                f"{self._grid.global_shape}: pass a grid of the same shape."
+                f"Replica.restore: the grid has global shape {grid.global_shape}, and the saved state has "
+                f"{self._grid.global_shape}. Pass a grid of the same shape."
             )
         for saved in self._kept:
             _collect(saved)
@@ -268,75 +267,75 @@ class Replica(Local):
         with survival.failing(grid.comm, "Replica.restore"), waiting(grid._comm, "Replica.restore"):
             self._together(restores=True)
             comm = clone_of(grid.comm)
-            has = [_Has(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
-            told = agreement.told(comm, _Told(self._last, has, communicators.has_stepped_in()))
-            self._last = max(its.last for its in told)
-            found = _newest(told)
-            if found is None:
-                self._check_none(told)
+            saves = [_HeldSave(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
+            reports = agreement.told(comm, _Report(self._last, saves, communicators.has_stepped_in()))
+            self._last = max(report.last for report in reports)
+            newest = _newest(reports)
+            if newest is None:
+                self._check_none(reports)
                 return None
-            number, holders = found
-            saved = self._known(comm, number, told)
+            number, holders = newest
+            saved = self._known(comm, number, reports)
             blocks = self._redistributed(comm, saved, holders)
-            restored = self._began(blocks, saved.same)
+            restored = self._begin(blocks, saved.same)
             self._finish(restores=True)
         return self._tree(restored)
 
-    # --- what is saved ---------------------------------------------------------------------------------------------
+    # --- the tree --------------------------------------------------------------------------------------------------
 
     def _described(self, tree: Any, operation: str) -> tuple[list[_Field | None], Any]:
-        """The fields, None in the place of what is the same on all ranks, and the structure. Raises TypeError or
-        ValueError for what does not fit the grid."""
+        """Return the structure and the fields, with None for each leaf that is the same on all ranks. Raise TypeError
+        or ValueError if a field does not fit the grid."""
         grid = self._grid
         listed, structure = jax.tree_util.tree_flatten_with_path(tree)
         divisions = trees.spread(self._divisions, tree, operation)
         widths = trees.spread_width(self._width, tree, operation)
-        found: list[_Field | None] = []
+        fields: list[_Field | None] = []
         for (path, x), division, width in zip(listed, divisions, widths, strict=True):
             name, dimensions = f"tree{jax.tree_util.keystr(path)}", len(grid.processes)
             if division is None or not isinstance(x, _ARRAYS) or x.ndim < dimensions:
-                found.append(None)
+                fields.append(None)
                 continue
             if keys.is_key(x):
                 raise TypeError(
-                    f"{operation}: {name} has random keys for each cell: save jax.random.key_data of them, or say by "
+                    f"{operation}: {name} has random keys for each cell. Save jax.random.key_data of them, or say by "
                     "grid= that it is the same on all ranks."
                 )
-            pairs = given.widths(width, dimensions, operation)
+            pairs = checks.widths(width, dimensions, operation)
             expected = [size + sum(pair) for size, pair in zip(grid.local_shape, pairs, strict=True)]
-            advice = " width= says what halo it has, axes= which axes are the grid's, grid= what is no field."
+            advice = " width= gives the halo, axes= the axes of the grid, grid= the leaves that are no fields."
             cut = grid._cut(x.shape, self._axes, expected, operation, name, advice)
             shape = list(cut.shape)
             for axis in cut.axes:
                 shape[axis] = 0
             is_numpy = isinstance(x, np.ndarray)
-            found.append(_Field(np.dtype(x.dtype), is_numpy, tuple(shape), cut.axes, cut.staggered, pairs))
-        return found, structure
+            fields.append(_Field(np.dtype(x.dtype), is_numpy, tuple(shape), cut.axes, cut.staggered, pairs))
+        return fields, structure
 
     def _sizes(self, layout: Layout, rank: int) -> list[int]:
-        """The bytes of each field of a rank."""
-        return [its.bytes(layout, rank) for its in self._fields if its is not None]
+        """Return the bytes of each field of a rank."""
+        return [spec.bytes(layout, rank) for spec in self._fields if spec is not None]
 
     def _packed(self, blocks: Sequence[Any]) -> Bytes:
-        """The blocks of all fields, one behind the other."""
+        """Return the blocks of all fields, one after the other."""
         packed = np.empty(sum(self._sizes(self._grid._layout, self._grid.comm.rank)), np.uint8)
         for block, place in zip(blocks, self._unpacked(packed, self._grid._layout, self._grid.comm.rank), strict=True):
             place[...] = block
         return packed
 
     def _unpacked(self, packed: Bytes, layout: Layout, rank: int) -> list[Any]:
-        """The blocks in bytes of `_packed`, which they share."""
-        found, at = [], 0
-        for its in filter(None, self._fields):
-            end = at + its.bytes(layout, rank)
-            found.append(packed[at:end].view(its.dtype).reshape(its.block(layout, rank)))
-            at = end
-        return found
+        """Return the blocks in the result of `_packed`, as views of it."""
+        blocks, start = [], 0
+        for spec in filter(None, self._fields):
+            end = start + spec.bytes(layout, rank)
+            blocks.append(packed[start:end].view(spec.dtype).reshape(spec.block(layout, rank)))
+            start = end
+        return blocks
 
     def _tree(self, saved: _Saved) -> Any:
         blocks = iter(self._unpacked(saved.blocks[saved.rank], saved.layout, saved.rank))
         same = iter(saved.same)
-        leaves = [next(same).get() if its is None else its.with_halo(next(blocks)) for its in self._fields]
+        leaves = [next(same).get() if spec is None else spec.with_halo(next(blocks)) for spec in self._fields]
         return jax.tree.unflatten(self._structure, leaves)
 
     # --- saving ----------------------------------------------------------------------------------------------------
@@ -344,15 +343,17 @@ class Replica(Local):
     def _save(self, tree: Any, operation: str) -> None:
         with survival.failing(self._grid.comm, operation):
             leaves = jax.tree.leaves(tree)
-            blocks = [its.inner(np.asarray(x)) for its, x in zip(self._fields, leaves, strict=True) if its is not None]
-            same = [_Same.of(x) for its, x in zip(self._fields, leaves, strict=True) if its is None]
+            blocks = [
+                spec.inner(np.asarray(x)) for spec, x in zip(self._fields, leaves, strict=True) if spec is not None
+            ]
+            same = [_Same.from_leaf(x) for spec, x in zip(self._fields, leaves, strict=True) if spec is None]
             packed = self._packed(blocks)
             with waiting(self._grid._comm, operation):
                 self._finish(restores=False)
-                self._began(packed, same)
+                self._begin(packed, same)
 
-    def _began(self, packed: Bytes, same: list[_Same]) -> _Saved:
-        """Begins to send this rank's blocks, and to receive those of others."""
+    def _begin(self, packed: Bytes, same: list[_Same]) -> _Saved:
+        """Start to send this rank's blocks, and to receive the blocks of others."""
         comm, layout = clone_of(self._grid.comm), self._grid._layout
         rank, size = comm.rank, comm.size
         self._last += 1
@@ -367,10 +368,10 @@ class Replica(Local):
         return saved
 
     def _finish(self, restores: bool) -> None:
-        """Waits until all ranks have the copies of the last save. Those before are not needed any more."""
+        """Wait until all ranks have the copies of the last save, and drop the saves before it."""
         for last in self._kept[-1:]:
             for other in list(last.under_way):
-                room, requests = last.under_way.pop(other)  # if it does not come nobody waits for it again
+                room, requests = last.under_way.pop(other)  # removed first: after an error nobody waits for it again
                 _wait(requests)
                 last.blocks[other] = room
             _wait(last.sends)
@@ -381,40 +382,40 @@ class Replica(Local):
         del self._kept[:-1]
 
     def _together(self, restores: bool) -> None:
-        """Waits for all ranks. Raises RuntimeError on all, if some of them restore and others save."""
-        comm, told = clone_of(self._grid.comm), np.array([restores, not restores], np.int32)
+        """Wait for all ranks. Raise RuntimeError on all, if some of them restore and others save."""
+        comm, flags = clone_of(self._grid.comm), np.array([restores, not restores], np.int32)
         with failures.confirmed(comm):
-            comm.Allreduce(MPI.IN_PLACE, told, MPI.MAX)
-        if told.all():
+            comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
+        if flags.all():
             raise RuntimeError(
-                "Replica: some ranks save, while others restore. Call restore on all ranks after jaxmpi.recover, and, "
-                "with spare ranks, make the Replica with save=False: one that steps in begins where the others restore."
+                "Replica: some ranks save, while others restore. Call restore on all ranks after jaxmpi.recover. With "
+                "spare ranks, make the Replica with save=False, because a rank that steps in begins with restore."
             )
 
     # --- restoring -------------------------------------------------------------------------------------------------
 
-    def _check_none(self, told: list[_Told]) -> None:
-        """Where no save is whole: raises RuntimeError, on all ranks, if there has been one as far as they know."""
-        all_are_new = all(its.stepped_in and not its.has for its in told)
-        if all_are_new or not self._began_empty or any(save.complete for its in told for save in its.has):
-            raise RuntimeError(_lost(told))
+    def _check_none(self, reports: list[_Report]) -> None:
+        """If no save is whole, raise RuntimeError on all ranks, unless there was none as far as they know."""
+        all_are_new = all(report.stepped_in and not report.saves for report in reports)
+        if all_are_new or not self._began_empty or any(save.complete for report in reports for save in report.saves):
+            raise RuntimeError(_lost(reports))
 
-    def _known(self, comm: MPI.Intracomm, number: int, told: list[_Told]) -> _Saved:
-        """What this rank has of a save; on one that has nothing of it what it is told by another one."""
-        saved = next((its for its in self._kept if its.number == number), None)
-        having = [its.of(number) for its in told]
-        if None not in having:
+    def _known(self, comm: MPI.Intracomm, number: int, reports: list[_Report]) -> _Saved:
+        """Return this rank's part of a save. A rank that has no part gets a description from another rank."""
+        saved = next((save for save in self._kept if save.number == number), None)
+        saves = [report.find(number) for report in reports]
+        if None not in saves:
             assert saved is not None
             return saved
         described = [("the fields", repr(self._fields)), ("the structure", str(self._structure))]
         agreement.alike(comm, "Replica.restore", lambda: (None, described), _differs)
-        first, its = next((rank, its) for rank, its in enumerate(having) if its is not None)
+        first, save = next((rank, save) for rank, save in enumerate(saves) if save is not None)
         same = saved.same if saved is not None else None
         same = pickle.loads(agreement.on_root(comm, "Replica.restore", lambda: pickle.dumps(same), first))
-        return saved or _Saved(number, its.layout, its.rank, same, {})
+        return saved or _Saved(number, save.layout, save.rank, same, {})
 
     def _redistributed(self, comm: MPI.Intracomm, saved: _Saved, holders: list[int]) -> Bytes:
-        """This rank's blocks by the new grid. `holders`: the new rank that gives the blocks of each old one."""
+        """Return this rank's blocks by the new grid. `holders`: the new rank that gives the blocks of each old one."""
         packed = np.empty(sum(self._sizes(self._grid._layout, comm.rank)), np.uint8)
         requests, kept, received = [], [], []
         for other in range(comm.size):
@@ -441,26 +442,26 @@ class Replica(Local):
     def _pieces(
         self, saved: _Saved, holders: list[int], packed: Bytes, source: int, target: int, sends: bool
     ) -> Iterator[Any]:
-        """What rank `source` has for rank `target` of the new grid, piece by piece: of what it has, or of the blocks in
-        `packed` that it becomes."""
+        """Yield the pieces that rank `source` has for rank `target` of the new grid. The sender gets views of the
+        blocks that it has, the receiver views of its new block in `packed`."""
         new = self._grid._layout
         for old in [old for old, holder in enumerate(holders) if holder == source]:
             blocks = (
                 self._unpacked(saved.blocks[old], saved.layout, old) if sends else self._unpacked(packed, new, target)
             )
-            for its, block in zip(filter(None, self._fields), blocks, strict=True):
-                boxes = _meeting(its, saved.layout, old, new, target)
+            for spec, block in zip(filter(None, self._fields), blocks, strict=True):
+                boxes = _overlap(spec, saved.layout, old, new, target)
                 if boxes is None:
                     continue
-                index = [slice(None)] * len(its.shape)
-                for axis, pair in zip(its.axes, boxes, strict=True):
+                index = [slice(None)] * len(spec.shape)
+                for axis, pair in zip(spec.axes, boxes, strict=True):
                     index[axis] = pair[0 if sends else 1]
                 yield block[tuple(index)]
 
 
 def _wait(requests: Sequence[MPI.Request]) -> None:
-    """Waits for all of them, and raises the first error. One by one: of several MPI tells the class of an error in
-    their statuses alone. One that has failed is null: a further wait for it returns as if it had been done."""
+    """Wait for all requests, and raise the first error. Wait one by one, because a wait for several reports the class
+    of an error only in their statuses. A failed request becomes null: a second wait returns as if it had completed."""
     errors = [agreement.attempt(request.Wait)[1] for request in requests]
     for error in errors:
         if error is not None:
@@ -468,7 +469,7 @@ def _wait(requests: Sequence[MPI.Request]) -> None:
 
 
 def _parts(message: Bytes) -> list[Bytes]:
-    """A message in parts whose bytes an int counts; nothing of an empty one."""
+    """Cut a message into parts whose bytes an int counts. An empty message has no parts."""
     return [message[start : start + _MOST] for start in range(0, len(message), _MOST)]
 
 
@@ -476,22 +477,22 @@ def _as_bytes(piece: Any) -> Bytes:
     return np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
 
 
-def _meeting(its: _Field, old: Layout, source: int, new: Layout, target: int) -> list[tuple[slice, slice]] | None:
-    """The cells of an old block that are in a new one, along each axis: their places in both. None: there are none."""
-    found = []
-    at, to = old.coordinates(source), new.coordinates(target)
-    for axis, extra in enumerate(its.staggered):
-        first, beyond = Division(old, ()).owned(axis, bool(extra))[at[axis]]
-        start, end = Division(new, ()).contained(axis, bool(extra))[to[axis]]
+def _overlap(spec: _Field, old: Layout, source: int, new: Layout, target: int) -> list[tuple[slice, slice]] | None:
+    """Return the cells of an old block that are in a new one, along each axis, as slices of both. None: no cells."""
+    overlaps = []
+    before, after = old.coordinates(source), new.coordinates(target)
+    for axis, extra in enumerate(spec.staggered):
+        first, beyond = Division(old, ()).owned(axis, bool(extra))[before[axis]]
+        start, end = Division(new, ()).contained(axis, bool(extra))[after[axis]]
         low, high = max(first, start), min(beyond, end)
         if low >= high:
             return None
-        found.append((slice(low - first, high - first), slice(low - start, high - start)))
-    return found
+        overlaps.append((slice(low - first, high - first), slice(low - start, high - start)))
+    return overlaps
 
 
 def _collect(saved: _Saved) -> None:
-    """Takes what has come of a save, after a death."""
+    """Take the blocks of a save that have arrived, after a death."""
     for other, (room, requests) in saved.under_way.items():
         done = [agreement.attempt(request.Wait)[1] is None for request in requests]
         if all(done):
@@ -502,36 +503,36 @@ def _collect(saved: _Saved) -> None:
 
 
 def _differs(what: str, mine: str, of_root: str) -> str:
-    return f"{what} of this Replica differ from those of rank 0, {of_root}: {mine}. Make it alike on all ranks."
+    return f"{what} of this Replica differ from rank 0, which has {of_root}: {mine}. Make it alike on all ranks."
 
 
-def _holders(told: list[_Told], number: int) -> list[int | None]:
-    """The rank that gives each block of a save: the nearest that has it; None: it is lost."""
-    having = [(rank, save) for rank, its in enumerate(told) if (save := its.of(number)) is not None]
-    ranks = math.prod(having[0][1].layout.dims)
-    found: list[int | None] = []
+def _holders(reports: list[_Report], number: int) -> list[int | None]:
+    """Return the rank that gives each block of a save: the nearest rank that has it. None: the block is lost."""
+    saves = [(rank, save) for rank, report in enumerate(reports) if (save := report.find(number)) is not None]
+    ranks = math.prod(saves[0][1].layout.dims)
+    holders: list[int | None] = []
     for old in range(ranks):
-        near = [((save.rank - old) % ranks, rank) for rank, save in having if old in save.blocks]
-        found.append(min(near)[1] if near else None)
-    return found
+        near = [((save.rank - old) % ranks, rank) for rank, save in saves if old in save.blocks]
+        holders.append(min(near)[1] if near else None)
+    return holders
 
 
-def _newest(told: list[_Told]) -> tuple[int, list[int]] | None:
-    """The number of the newest save that is whole, and for each of its blocks the rank that gives it. None: there is
-    none, on all ranks, for all know the same."""
-    for number in sorted({save.number for its in told for save in its.has}, reverse=True):
-        holders = _holders(told, number)
+def _newest(reports: list[_Report]) -> tuple[int, list[int]] | None:
+    """Return the number of the newest whole save, and the rank that gives each of its blocks. None if no save is whole.
+    All ranks get the same result, because all have the same reports."""
+    for number in sorted({save.number for report in reports for save in report.saves}, reverse=True):
+        holders = _holders(reports, number)
         if None not in holders:
             return number, [rank for rank in holders if rank is not None]
     return None
 
 
-def _lost(told: list[_Told]) -> str:
-    oldest = min((save.number for its in told for save in its.has), default=None)
-    holders = [] if oldest is None else _holders(told, oldest)
+def _lost(reports: list[_Report]) -> str:
+    oldest = min((save.number for report in reports for save in report.saves), default=None)
+    holders = [] if oldest is None else _holders(reports, oldest)
     listed = [str(old) for old, rank in enumerate(holders) if rank is None]
     whose = f"rank{'s' * (len(listed) > 1)} {', '.join(listed)} of {len(holders)}" if listed else "any rank"
     return (
-        f"Replica.restore: what was saved is lost: all that had the blocks of {whose} have died. Keep more copies, by "
-        "copies=, or a state in files, by jaxmpi.io.checkpoint."
+        f"Replica.restore: the saved state is lost. All ranks that had the blocks of {whose} have died. Keep more "
+        "copies, by copies=, or save the state in files, by jaxmpi.io.checkpoint."
     )

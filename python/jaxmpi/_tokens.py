@@ -1,7 +1,7 @@
 """The operations in the form with tokens, which programs for mpi4jax up to 0.7 use: each takes a token and returns one.
 
-Order needs none of them: a token is handed back as it was given, so that a loop may carry it. The names, with their
-signatures, are in _tokens.pyi.
+The order of operations does not depend on tokens. An operation returns the token unchanged, so that a loop may carry
+it. The names and signatures are in _tokens.pyi.
 """
 
 import functools
@@ -17,8 +17,8 @@ _TOKEN = Token()
 
 
 def with_token(function: Callable[..., Any]) -> Any:
-    """The form with tokens of an operation: it takes a `token` too, and returns `(result, token)`, or the token alone
-    where the operation has no result."""
+    """Return an operation in the form with tokens. It takes a `token` too, and returns `(result, token)`, or the token
+    alone if the operation has no result."""
     signature = inspect.signature(function)
     has_result = signature.return_annotation is not None
 
@@ -44,14 +44,14 @@ def with_token(function: Callable[..., Any]) -> Any:
     call.__annotations__ = {**{p.name: p.annotation for p in parameters}, "return": result}
     call.__doc__ = function.__doc__ and _documented(inspect.cleandoc(function.__doc__))  # None with `python -OO`
     call.__module__ = "jaxmpi"
-    del call.__wrapped__  # type: ignore[attr-defined]  # which takes no token
+    del call.__wrapped__  # type: ignore[attr-defined]  # the wrapped function takes no token
     return call
 
 
 def _documented(text: str) -> str:
-    """The docstring with the token among the arguments and the results."""
+    """Return the docstring with the token among the arguments and the results."""
     before, arguments, after = re.split(r"(?<=Args:\n)(.*?(?=\n\n|$))", text, maxsplit=1, flags=re.DOTALL)
-    arguments += "\n  token: accepted, handed back, and not needed."
+    arguments += "\n  token: accepted, returned unchanged, and not needed."
     if "Returns:\n" not in after:
         return f"{before}{arguments}\n\nReturns:\n  A token.{after}"
     start, result = after.split("Returns:\n  ")

@@ -1,9 +1,8 @@
-"""How fast the operations are here: `python -m jaxmpi.run -n 4 -m jaxmpi.bench`, or by mpiexec.
+"""The speed of the operations on this machine: `python -m jaxmpi.run -n 4 -m jaxmpi.bench`, or by mpiexec.
 
-Measures latency and bandwidth of each operation by size, as the OSU micro-benchmarks and nccl-tests do, whose names for
-them are accepted, and compares the data with what NumPy makes of it, in the same run. Rank 0 prints a table for each
-operation; `--list` says what their sizes are. The exit code is 1 if an element was wrong, 2 for wrong arguments, and
-130 after Ctrl-C.
+Measures latency and bandwidth of each operation by size, as the OSU micro-benchmarks and nccl-tests do. The names that
+these use are accepted. Each run also compares the data with NumPy's result. Rank 0 prints a table for each operation.
+`--list` explains the sizes. The exit code is 1 if an element was wrong, 2 for wrong arguments, and 130 after Ctrl-C.
 """
 
 import re
@@ -24,23 +23,23 @@ from jaxmpi._mpi import library
 COMM = MPI.COMM_WORLD
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     if COMM.rank == 0:
         print(text, flush=True)
 
 
-def _header(given: Any, plan: timing.Plan) -> dict[str, Any]:
-    """Where and how it is measured."""
-    nobody = timing.to_nobody(np.dtype(given.dtype), plan)
+def _header(choices: Any, plan: timing.Plan) -> dict[str, Any]:
+    """Return where and how the operations are measured."""
+    nobody = timing.to_nobody(np.dtype(choices.dtype), plan)
     return {
         "ranks": COMM.size,
         "hosts": list(dict.fromkeys(COMM.allgather(MPI.Get_processor_name()))),
         "mpi": " ".join(re.split(r"[,\n]", library.LIBRARY.version)[0].split()),
         "jaxmpi": run.version_of("jaxmpi"),
         "jax": jax.__version__,
-        "device": given.placed.device_kind if given.placed.platform != "cpu" else "cpu",
-        "dtype": given.dtype,
-        "reduction": given.op,
+        "device": choices.placed.device_kind if choices.placed.platform != "cpu" else "cpu",
+        "dtype": choices.dtype,
+        "reduction": choices.op,
         "how": plan.how,
         "rounds": plan.rounds,
         "microseconds_of_a_message_to_nobody": 1e6 * nobody,
@@ -67,43 +66,43 @@ def _show(header: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """All ranks call it alike. Returns the exit code, or exits."""
-    given = options.parse(arguments)
-    if given.list:
-        _tell(report.listed())
+    """Measure what the arguments ask for. All ranks call it with the same arguments. Return the exit code, or exit."""
+    choices = options.parse(arguments)
+    if choices.list:
+        _print(report.listed())
         return 0
-    plan = timing.Plan(given.how, given.rounds, given.seconds, given.iterations, given.warmup, given.check)
-    dtype, rows = np.dtype(given.dtype), []
-    with jax.default_device(given.placed):
-        header = _header(given, plan)
-        _tell(_show(header))
-        for asked, operation in given.rows:
-            cases, remark = options.cases(operation, given)
-            _tell(f"\n{report.heading(asked, operation, remark)}")
+    plan = timing.Plan(choices.how, choices.rounds, choices.seconds, choices.iterations, choices.warmup, choices.check)
+    dtype, rows = np.dtype(choices.dtype), []
+    with jax.default_device(choices.placed):
+        header = _header(choices, plan)
+        _print(_show(header))
+        for asked, operation in choices.rows:
+            cases, remark = options.cases(operation, choices)
+            _print(f"\n{report.heading(asked, operation, remark)}")
             for case in cases:
-                row = report.row_of(timing.measure(operation, case, dtype, plan), given.dtype, dtype.itemsize)
+                row = report.row_of(timing.measure(operation, case, dtype, plan), choices.dtype, dtype.itemsize)
                 rows.append({"asked_for": asked, **row})
-                _tell(report.line_of(row))
-    failed = COMM.bcast(_write(given, header, rows) if COMM.rank == 0 else None)
+                _print(report.line_of(row))
+    failed = COMM.bcast(_write(choices, header, rows) if COMM.rank == 0 else None)
     wrong = sum(row["wrong"] or 0 for row in rows)
     if wrong:
-        _tell(f"\njaxmpi.bench: WRONG DATA: {wrong} elements")
-    COMM.Barrier()  # a launcher ends the job as the first rank ends with an error
+        _print(f"\njaxmpi.bench: WRONG DATA: {wrong} elements")
+    COMM.Barrier()  # a launcher ends the job when the first rank ends with an error
     return 1 if wrong or failed else 0
 
 
-def _write(given: Any, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether a file that was asked for could not be written."""
+def _write(choices: Any, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+    """Write the files of --json and --plot. Return whether a file could not be written."""
     failed = False
-    for option, path, write in (("--json", given.json, report.write), ("--plot", given.plot, report.plot)):
+    for option, path, write in (("--json", choices.json, report.write), ("--plot", choices.plot, report.plot)):
         if path is None:
             continue
         try:
             write(path, header, rows)
-            _tell(f"\nWritten: {path}")
+            _print(f"\nWritten: {path}")
         except OSError as error:
             failed = True
-            _tell(f"\njaxmpi.bench: {option}: {path} could not be written ({error.strerror}); the figures are above")
+            _print(f"\njaxmpi.bench: {option}: {path} could not be written ({error.strerror}); the figures are above")
     return failed
 
 
@@ -116,5 +115,5 @@ if __name__ == "__main__":
         set_abort_status(128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except Exception:
-        set_abort_status(1)  # the others would wait for this rank
+        set_abort_status(1)  # the other ranks would wait for this one
         raise

@@ -4,10 +4,10 @@
     spectrum = transform.forward(x)  # this rank's block by transform.spectral_grid
     x = transform.backward(spectrum)
 
-A transform along an axis needs all of it on one rank. So a transform in several dimensions transforms along the axes
-that are whole, makes the other axes whole by `jaxmpi.redistribute`, and goes on: with slabs, of which one axis is cut,
-once, with pencils twice. Local transforms are those of `jax.numpy.fft` and `jax.scipy.fft`. All of it can be
-differentiated, batched and compiled; all ranks of the grid call it.
+A transform along an axis needs the whole axis on one rank. So a transform in several dimensions transforms along the
+axes that are whole, makes the other axes whole by `jaxmpi.redistribute`, and continues. Slabs, where one axis is cut,
+need one redistribution, pencils two. Local transforms are `jax.numpy.fft` and `jax.scipy.fft`. All functions can be
+differentiated, batched and compiled. All ranks of the grid call them.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import jax.scipy.fft
 import numpy as np
 
-from jaxmpi._grid import arguments as given
+from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.redistribute import redistribute
 from jaxmpi._mpi.communicators import Local
@@ -37,49 +37,50 @@ _KINDS = ("fft", "dct", "dst")
 _NORMS = (None, "backward", "ortho", "forward")
 
 _MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Bytes of this machine."""
+"""Bytes of memory in this machine."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A part of `forward`: a redistribution, if the grids differ, and local transforms behind it."""
+    """A part of `forward`: a redistribution, if the grids differ, then local transforms."""
 
     source: Grid
     target: Grid
     axes: tuple[int, ...]
-    """The axes of the grid along which the local transforms are."""
+    """The axes of the grid along which the local transforms go."""
     result: Grid
-    """The division of what they return, which along these axes has as many cells as there are modes."""
+    """The division after the local transforms, which along these axes has as many cells as there are modes."""
 
 
 class Transform(Local):
     """A Fourier, cosine or sine transform of arrays divided by a grid, and its inverse.
 
-    The spectrum stays in the division in which it is made, `spectral_grid`, since most programs do not care which it
+    The spectrum stays in the division of the last step, `spectral_grid`. Most programs do not care which division it
     is: they multiply by functions of `wavenumbers()` and transform back.
 
     Args:
-      grid: the division of the arrays in physical space; its axes are the last ones of the arrays. Others in front are
-        a batch, which travels in the same messages.
-      axes: the axes of the grid along which arrays are transformed; all where it is None.
-      real: arrays are real: of the last of `axes`, with n points, the spectrum has n // 2 + 1 modes, as by
+      grid: the division of the arrays in physical space. The last axes of an array are the axes of the grid. Axes in
+        front are a batch, which travels in the same messages.
+      axes: the axes of the grid along which arrays are transformed. None: all.
+      real: the arrays are real. Along the last of `axes`, with n points, the spectrum has n // 2 + 1 modes, as by
         `numpy.fft.rfftn`.
-      norm: as in `numpy.fft` and `scipy.fft`: "backward" (what None means), "ortho" or "forward".
-      kind: "fft"; or along axes between walls "dct" or "dst", the cosine or sine transform of type 2, whose inverse is
-        of type 3 (`scipy.fft.dct`, `scipy.fft.dst`): of arrays given at the middles of cells that have no slope, or no
+      norm: as in `numpy.fft` and `scipy.fft`: "backward" (the meaning of None), "ortho" or "forward".
+      kind: "fft"; or "dct" or "dst" along axes between walls, for the cosine or sine transform of type 2, whose inverse
+        has type 3 (`scipy.fft.dct`, `scipy.fft.dst`). They are for values at the middles of cells, with no slope, or no
         value, at the walls. One for all, or one for each of `axes`.
-      pad: how many times more points than modes arrays have along each of `axes`, such as 3/2 for products without
-        aliasing: one number, or one for each of `axes`. `grid` is the division of the modes then, and `physical_grid`
-        that of the arrays, whose numbers of points are rounded up. Modes beyond those of `grid` are dropped by
-        `forward` and are zero in `backward`, and so is, along an axis with more points than modes, the mode of an even
-        number of modes that has no partner, -n/2. Axes with a cosine or sine transform are not padded.
-      natural: the spectrum is divided by the same numbers of processes as the arrays, at the price of one more
+      pad: the ratio of points to modes along each of `axes`, for example 3/2 for products without aliasing. One number,
+        or one for each of `axes`. `grid` is then the division of the modes, and `physical_grid` the division of the
+        arrays, whose numbers of points are rounded up. Modes beyond `grid` are dropped by `forward` and are zero in
+        `backward`. Along an axis with more points than modes, the same holds for mode -n/2, which an even number of
+        modes has without a partner. Axes with a cosine or sine transform are not padded.
+      natural: the spectrum is divided by the same numbers of processes as the arrays. This takes one more
         redistribution each way.
 
     Raises:
-      ValueError: an axis twice, or one that the grid does not have; a grid without a shape; another `norm` or `kind`; a
-        `pad` below 1; `real` or `pad` where an axis has a cosine or sine transform; one axis alone that is cut, which
-        cannot be made whole. TypeError: an argument is of the wrong type. On this rank; nothing is sent.
+      ValueError: an axis twice, or one that the grid does not have. A grid without a shape. Another `norm` or `kind`. A
+        `pad` below 1. `real` or `pad` where an axis has a cosine or sine transform. A single axis that is cut, because
+        it cannot be made whole. On this rank; nothing is sent.
+      TypeError: an argument is of the wrong type. On this rank; nothing is sent.
     """
 
     def __init__(
@@ -106,22 +107,22 @@ class Transform(Local):
         pad: float | Sequence[float] | None,
         natural: bool,
     ) -> None:
-        """`function`: what the user has called."""
+        """Make the transform. `function`: the name of the function that the user has called."""
         if not isinstance(grid, Grid):
             raise TypeError(f"{function}: grid must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
         grid._need_shape(function)
         grid._check_alive(function)
         for name, value in (("real", real), ("natural", natural)):
-            given.truth(value, function, name)
+            checks.truth(value, function, name)
         if norm not in _NORMS:
-            raise ValueError(f"{function}: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
+            raise ValueError(f"{function}: norm is {norm!r}. Possible are None, 'backward', 'ortho' and 'forward'.")
         self._axes = _axes_of(grid, axes, function)
         self._norm = norm or "backward"
         self._kinds: dict[int, str] = dict(zip(self._axes, _each(kind, len(self._axes), function, "kind"), strict=True))
         if not all(isinstance(name, str) and name in _KINDS for name in self._kinds.values()):
-            raise ValueError(f"{function}: kind is {kind!r}: pass 'fft', 'dct' or 'dst', or one of them for each axis.")
+            raise ValueError(f"{function}: kind is {kind!r}. Pass 'fft', 'dct' or 'dst', or one of them for each axis.")
         self._halved = self._axes[-1] if real else None
-        """The axis along which the arrays are real and the spectrum has half of the modes; None: there is none."""
+        """The axis along which the arrays are real and the spectrum has half of the modes. None: no axis."""
         factors = _factors(pad, len(self._axes))
         for axis, factor in zip(self._axes, factors, strict=True):
             if self._kinds[axis] != "fft" and (factor > 1 or axis == self._halved):
@@ -131,10 +132,10 @@ class Transform(Local):
                     + ("Pass 1 for it." if factor > 1 else "Name an axis with an 'fft' last, or leave real out.")
                 )
         self._sizes = {axis: grid.global_shape[axis] for axis in self._axes}
-        """The numbers of modes along each axis, of which `real` keeps about half along the last one."""
+        """The numbers of modes along each axis. `real` keeps about half of the modes along the last one."""
         if 0 in self._sizes.values():
             raise ValueError(
-                f"{function}: the grid has shape {grid.global_shape}: an axis without cells has no transform."
+                f"{function}: the grid has shape {grid.global_shape}. An axis without cells has no transform."
             )
         wished = zip(self._sizes.items(), factors, strict=True)
         self._points = {axis: math.ceil(n * f - 1e-9) for (axis, n), f in wished}  # 1.1 is a little more than 11 / 10
@@ -142,11 +143,11 @@ class Transform(Local):
         self.grid = grid
         """The division of arrays without padding."""
         self.physical_grid = _resized(grid, self._points)
-        """The division of the arrays that `forward` takes and `backward` returns; `grid`, if nothing is padded."""
+        """The division of the arrays that `forward` takes and `backward` returns. Without padding this is `grid`."""
         nbytes = math.prod(map(max, self.physical_grid._layout.blocks)) * np.dtype(np.complex64).itemsize
         if self._padded and nbytes > _MEMORY:
             raise ValueError(
-                f"{function}: pad is {pad!r:.60}: arrays of {self.physical_grid.global_shape} points do not fit in "
+                f"{function}: pad is {pad!r:.60}. Arrays of {self.physical_grid.global_shape} points do not fit in "
                 "this machine's memory. Pass a smaller number, such as 3/2."
             )
         self._steps = self._plan(function)
@@ -161,7 +162,7 @@ class Transform(Local):
         return f"Transform({self.physical_grid}, axes {self._axes}{kinds}{real}, spectrum in {self.spectral_grid})"
 
     def _modes(self, axis: int) -> int:
-        """How many modes the spectrum has along an axis."""
+        """Return the number of modes of the spectrum along an axis."""
         return self._sizes[axis] // 2 + 1 if axis == self._halved else self._sizes[axis]
 
     def _plan(self, function: str) -> list[_Step]:
@@ -176,9 +177,9 @@ class Transform(Local):
                 if len(now.processes) == 1:
                     raise ValueError(
                         f"{function}: a grid of one axis that is cut among {now.processes[0]} processes cannot be "
-                        "transformed along it, since nothing else can be cut instead. Use a grid of two axes or more."
+                        "transformed along it, because no other axis can be cut instead. Use two axes or more."
                     )
-                # That one which makes the most axes whole at once; of several the last one.
+                # Choose the pencil that makes the most axes whole at once, and of several the last one.
                 possible = map(now.pencil, needed or left[::-1])
                 target = max(possible, key=lambda grid: sum(grid.processes[axis] == 1 for axis in left))
             whole = tuple(axis for axis in left if target.processes[axis] == 1)
@@ -190,19 +191,19 @@ class Transform(Local):
     # --- transforms ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Any) -> Any:
-        """The transform.
+        """Transform to the spectrum.
 
         Args:
-          x: this rank's block by `physical_grid`, with any axes in front; or a pytree of such, which travel in the same
-            messages. Real or complex; with `real` it must be real. Integers become floating-point numbers.
+          x: this rank's block by `physical_grid`, with any axes in front; or a pytree of blocks, which travel in the
+            same messages. Real or complex; with `real` it must be real. Integers become floating-point numbers.
 
         Returns:
           This rank's block of the spectrum by `spectral_grid`, complex, of the precision of `x`. Without a Fourier
           transform along any axis it is real if `x` is.
 
         Raises:
-          ValueError: a block does not fit the grid. TypeError: complex numbers for a real transform, or something that
-          is not an array. Both while tracing, before anything is sent; other ranks then wait.
+          ValueError: a block does not fit the grid. While tracing, before anything is sent; other ranks then wait.
+          TypeError: complex numbers for a real transform, or no array. At the same time.
         """
         return self._forward(x, "Transform.forward", "x")
 
@@ -213,14 +214,14 @@ class Transform(Local):
         return jax.tree.unflatten(structure, _moved(arrays, self._last, self.spectral_grid))
 
     def backward(self, y: Any) -> Any:
-        """The inverse transform.
+        """Transform back from the spectrum.
 
         Args:
-          y: this rank's block of a spectrum by `spectral_grid`, as `forward` returns it; or a pytree of such.
+          y: this rank's block of a spectrum by `spectral_grid`, as `forward` returns it; or a pytree of blocks.
 
         Returns:
-          This rank's block by `physical_grid`; real with `real`, and without a Fourier transform along any axis if `y`
-          is real; otherwise complex.
+          This rank's block by `physical_grid`. It is real with `real`, and also without a Fourier transform along any
+          axis if `y` is real. Otherwise it is complex.
 
         Raises: as `forward`.
         """
@@ -234,19 +235,19 @@ class Transform(Local):
         return jax.tree.unflatten(structure, arrays)
 
     def wavenumbers(self, lengths: Sequence[float] | float | None = None) -> tuple[np.ndarray, ...]:
-        """The wavenumbers of this rank's part of the spectrum, along each of the transformed axes.
+        """Return the wavenumbers of this rank's part of the spectrum, along each of the transformed axes.
 
         Args:
-          lengths: of the domain along each of the axes, or one for all: the result is 2 pi k / length. None: k itself,
-            whole numbers, as `numpy.fft.fftfreq(n, 1 / n)` gives them. Of cosine and sine transforms it is pi k /
-            length, where k counts half waves: 0 to n - 1 of "dct", 1 to n of "dst".
+          lengths: the length of the domain along each of the axes, or one for all. The result is 2 pi k / length. None:
+            k itself, whole numbers, as from `numpy.fft.fftfreq(n, 1 / n)`. For cosine and sine transforms the result is
+            pi k / length, where k counts half waves: 0 to n - 1 for "dct", 1 to n for "dst".
 
         Returns:
-          An array of float64 for each transformed axis, of shape (..., n, ...) with n along its axis of the grid and 1
-          along the others: they broadcast against this rank's block of the spectrum.
+          An array of float64 for each transformed axis, of shape (..., n, ...). The axis of the grid has size n, the
+          others size 1, so that the array broadcasts against this rank's block of the spectrum.
         """
         scales = [None] * len(self._axes) if lengths is None else _lengths(lengths, len(self._axes))
-        found = []
+        wavenumbers = []
         for axis, length in zip(self._axes, scales, strict=True):
             n = self._sizes[axis]
             k = np.fft.rfftfreq(n, 1 / n) if axis == self._halved else np.fft.fftfreq(n, 1 / n)
@@ -256,8 +257,8 @@ class Transform(Local):
             k = k[self.spectral_grid.slices[axis]] * (1.0 if length is None else turn / length)
             shape = [1] * len(self.grid.processes)
             shape[axis] = -1
-            found.append(k.reshape(shape))
-        return tuple(found)
+            wavenumbers.append(k.reshape(shape))
+        return tuple(wavenumbers)
 
     # --- on one rank -----------------------------------------------------------------------------------------------
 
@@ -267,25 +268,25 @@ class Transform(Local):
         for leaf, name in zip(leaves, names, strict=True):
             if leaf.shape[max(leaf.ndim - len(grid.processes), 0) :] != grid.local_shape:
                 raise ValueError(
-                    f"{function}: {name} has shape {leaf.shape}, and must end with {grid.local_shape}, this rank's "
+                    f"{function}: {name} has shape {leaf.shape}. It must end with {grid.local_shape}, this rank's "
                     f"block of {grid}."
                 )
             whole = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)
             if leaf.dtype.name not in _TRANSFORMED and not whole:
                 raise TypeError(
-                    f"{function}: {name} has dtype {leaf.dtype}, which has no Fourier transform: convert it first, "
+                    f"{function}: {name} has dtype {leaf.dtype}, which has no Fourier transform. Convert it first, "
                     "for example by x.astype('float32')."
                 )
             if real and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise TypeError(
-                    f"{function}: {name} has dtype {leaf.dtype}, and this is a transform of real arrays: pass its "
+                    f"{function}: {name} has dtype {leaf.dtype}, but this is a transform of real arrays. Pass the "
                     "real part, or use fftn, or a Transform without real=True."
                 )
-        # Here and not by the local transforms, which a rank without cells does not do.
+        # Convert here, because a rank without cells does no local transforms, which would convert.
         return [x if x.dtype.name in _TRANSFORMED else x.astype(float) for x in leaves], structure
 
     def _to_modes(self, x: jax.Array, step: _Step) -> jax.Array:
-        """The local transforms of a step."""
+        """Do the local transforms of a step."""
         dimensions = len(self.grid.processes)
         halved = self._halved if self._halved in step.axes else None
         waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
@@ -304,7 +305,7 @@ class Transform(Local):
         return x
 
     def _to_points(self, y: jax.Array, step: _Step) -> jax.Array:
-        """The inverse of `_to_modes`, if nothing is padded."""
+        """Do the inverse of `_to_modes`, if nothing is padded."""
         dimensions = len(self.grid.processes)
         halved = self._halved if self._halved in step.axes else None
         waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
@@ -325,16 +326,16 @@ class Transform(Local):
 
     @property
     def _local_norm(self) -> str:
-        """Where there are more points than modes, local transforms are of amplitudes, which do not depend on how many
-        points there are."""
+        """The norm of the local transforms. With more points than modes they compute amplitudes, which do not depend
+        on the number of points."""
         return "forward" if self._padded else self._norm
 
     def _scale(self, axis: int) -> float:
-        """What an amplitude is multiplied by in a spectrum."""
+        """Return the factor between an amplitude and the mode in a spectrum."""
         return self._sizes[axis] ** {"backward": 1.0, "ortho": 0.5, "forward": 0.0}[self._norm]
 
     def _cut(self, x: jax.Array, axis: int) -> jax.Array:
-        """The modes that are kept of those of a padded transform, along an axis."""
+        """Keep the modes of the grid from a padded transform, along an axis."""
         if not self._padded:
             return x
         place, n = x.ndim + axis - len(self.grid.processes), self._sizes[axis]
@@ -349,7 +350,7 @@ class Transform(Local):
         return x * self._scale(axis)
 
     def _widen(self, y: jax.Array, axis: int) -> jax.Array:
-        """The modes of a padded transform, of which those that are not kept are zero."""
+        """Add zero modes along an axis, up to the modes of a padded transform."""
         if not self._padded:
             return y
         place, n, points = y.ndim + axis - len(self.grid.processes), self._sizes[axis], self._points[axis]
@@ -366,15 +367,15 @@ class Transform(Local):
 
 
 def _moved(x: Any, source: Grid, target: Grid) -> Any:
-    """The blocks of another division, or these if it is the same."""
+    """Return the blocks of another division, or the same blocks if the division is the same."""
     return x if source is target else redistribute(x, source, target)
 
 
 def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) -> jax.Array:
-    """The local cosine or sine transform of type 2 along an axis, or its inverse.
+    """Compute the local cosine or sine transform of type 2 along an axis, or the inverse.
 
-    With x'_j = (-1)^j x_j mode k of the sine transform of x is mode n - 1 - k of the cosine transform of x'."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # of which older versions of JAX take the real part alone
+    Mode k of the sine transform of x is mode n - 1 - k of the cosine transform of x' with x'_j = (-1)^j x_j."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # older versions of JAX would take the real part alone
         return jax.lax.complex(*(_half_waves(part, kind, axis, norm, inverse) for part in (x.real, x.imag)))
     n = x.shape[axis]
     shape = [1] * x.ndim
@@ -392,8 +393,8 @@ def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) ->
 
 
 def _empty(x: jax.Array, grid: Grid, waves: bool) -> jax.Array:
-    """A block without cells, of another division, complex after a Fourier transform: JAX has no transforms of such. It
-    is made of `x`, so that what maps or differentiates that maps or differentiates it, as on other ranks."""
+    """Return a block without cells of another division, complex after a Fourier transform, because JAX has no
+    transforms of an empty block. It depends on `x`, so that it is mapped and differentiated as on other ranks."""
     if waves:
         x = x.astype(np.result_type(x.dtype, np.complex64))
     front = x.ndim - len(grid.processes)
@@ -402,7 +403,7 @@ def _empty(x: jax.Array, grid: Grid, waves: bool) -> jax.Array:
 
 
 def _resized(grid: Grid, sizes: dict[int, int]) -> Grid:
-    """The grid with other numbers of cells along some axes; the same, if they are as many."""
+    """Return the grid with other numbers of cells along some axes, or the same grid if the numbers are the same."""
     if all(grid.global_shape[axis] == size for axis, size in sizes.items()):
         return grid
     shape: list[Any] = list(grid._layout.blocks)
@@ -412,30 +413,30 @@ def _resized(grid: Grid, sizes: dict[int, int]) -> Grid:
 
 
 def _axes_of(grid: Grid, axes: Sequence[int] | int | None, function: str) -> tuple[int, ...]:
-    """Axes of the grid, from the front, each once."""
+    """Return axes of the grid, from the front, each once."""
     dimensions = len(grid.processes)
-    listed = range(dimensions) if axes is None else given.axes(axes, function)
-    found = [given.axis(axis, dimensions, function) for axis in listed]
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"{function}: axes is {axes}: pass axes of the grid, each of them once.")
-    return tuple(found)
+    listed = range(dimensions) if axes is None else checks.axes(axes, function)
+    checked = [checks.axis(axis, dimensions, function) for axis in listed]
+    if not checked or len(set(checked)) < len(checked):
+        raise ValueError(f"{function}: axes is {axes}. Pass axes of the grid, each of them once.")
+    return tuple(checked)
 
 
 def _each(values: Any, count: int, function: str, what: str) -> list[Any]:
-    listed = list(values) if given.is_listed(values) else [values] * count
+    listed = list(values) if checks.is_listed(values) else [values] * count
     if len(listed) != count:
-        raise ValueError(f"{function}: {what} is {values!r}: pass one for all, or one for each of {count} axes.")
+        raise ValueError(f"{function}: {what} is {values!r}. Pass one for all, or one for each of {count} axes.")
     return listed
 
 
 def _lengths(lengths: Any, count: int) -> list[float]:
     listed = _each(lengths, count, "Transform.wavenumbers", "lengths")
-    with contextlib.suppress(TypeError, ValueError):  # of what is no number, and of traced values
-        found = [float(length) for length in listed]
-        if all(0 < length < math.inf for length in found):
-            return found
+    with contextlib.suppress(TypeError, ValueError):  # not a number, or a traced value
+        numbers = [float(length) for length in listed]
+        if all(0 < length < math.inf for length in numbers):
+            return numbers
     raise ValueError(
-        f"Transform.wavenumbers: lengths is {lengths!r}: pass a positive number that is not traced, or one for each "
+        f"Transform.wavenumbers: lengths is {lengths!r}. Pass a positive number that is not traced, or one for each "
         "axis."
     )
 
@@ -445,7 +446,7 @@ def _factors(pad: Any, count: int) -> list[float]:
     for factor in factors:
         is_number = isinstance(factor, int | float | np.integer | np.floating) and not isinstance(factor, bool)
         if not is_number or not 1 <= factor < math.inf:
-            raise ValueError(f"Transform: pad is {pad!r}: pass a number from 1 on, such as 3/2, or one for each axis.")
+            raise ValueError(f"Transform: pad is {pad!r}. Pass a number from 1 on, such as 3/2, or one for each axis.")
     return [min(factor, _MEMORY) for factor in factors]
 
 
@@ -455,17 +456,17 @@ def _factors(pad: Any, count: int) -> list[float]:
 def _single(
     function: str, grid: Grid, axes: Sequence[int] | int | None, real: bool, norm: str | None, kind: str = "fft"
 ) -> Transform:
-    made = object.__new__(Transform)
-    made._make(function, grid, axes, real, norm, kind, None, True)
-    return made
+    transform = object.__new__(Transform)
+    transform._make(function, grid, axes, real, norm, kind, None, True)
+    return transform
 
 
 def _single_half_waves(
     function: str, x: Any, grid: Grid, axes: Any, type: int, norm: str | None, kind: str, inverse: bool
 ) -> Any:
-    """Type 3 is the inverse of type 2 with the opposite norm."""
+    """Transform with type 2 or 3. Type 3 is the inverse of type 2 with the opposite norm."""
     if arguments.integer(type, function, "type") not in (2, 3):
-        raise ValueError(f"{function}: type is {type}: possible are 2, and 3, the inverse of 2 but for its norm.")
+        raise ValueError(f"{function}: type is {type}. Possible are 2, and 3, the inverse of 2 but for its norm.")
     opposite = {None: "forward", "backward": "forward", "forward": "backward"}
     transform = _single(function, grid, axes, False, opposite.get(norm, norm) if type == 3 else norm, kind)
     return (transform._backward if inverse == (type == 2) else transform._forward)(x, function, "x")
@@ -476,10 +477,10 @@ def _documented(text: str, more: str = "") -> Callable[..., Any]:
         function.__doc__ = f"""{text}
 
     Arrays and spectrum are divided by the same numbers of processes. A program with many transforms saves a
-    redistribution each way by a `Transform`, which leaves the spectrum where it is made.
+    redistribution each way if it uses a `Transform`, which leaves the spectrum in the division of the last step.
 
     Args:
-      x: this rank's block, with any axes in front; or a pytree of such.
+      x: this rank's block, with any axes in front; or a pytree of blocks.
       grid: the division of the array in physical space.
       axes, norm: as in `Transform`.{more}
 
@@ -508,7 +509,7 @@ def rfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: 
     return _single("rfftn", grid, axes, True, norm)._forward(x, "rfftn", "x")
 
 
-@_documented("The inverse of `rfftn`: a real array from a spectrum (`numpy.fft.irfftn`). `grid` is the array's.")
+@_documented("The inverse of `rfftn`: a real array from a spectrum (`numpy.fft.irfftn`). `grid` divides the array.")
 def irfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
     return _single("irfftn", grid, axes, True, norm)._backward(x, "irfftn", "x")
 

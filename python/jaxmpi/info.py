@@ -1,4 +1,4 @@
-"""What is in use and what is wrong: `python -m jaxmpi.info`, alone or under mpiexec."""
+"""The versions and devices in use, and the problems: `python -m jaxmpi.info`, alone or under mpiexec."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from jaxmpi._mpi import absent
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Pairs of name and value. Raises what importing the package raises."""
+    """Yield pairs of name and value. Raise the same errors as an import of the package."""
     yield "jaxmpi", run.version_of("jaxmpi")
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "JAX", f"{run.version_of('jax')}, jaxlib {run.version_of('jaxlib')}"
@@ -63,21 +63,21 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def problems() -> Iterator[str]:
-    """What is wrong or slow, each with what to do."""
+    """Yield problems and reasons for low speed, each with advice."""
     import jax
     from mpi4py import MPI
 
     from jaxmpi._mpi import apart, library
 
-    if said := versions.unmet():
-        yield said
+    if problem := versions.unmet():
+        yield problem
     abi, path = library.LIBRARY.abi, library.LIBRARY.path
     mpiexec = run.find_mpiexec()
-    said = apart.text(MPI.COMM_WORLD.size, abi, path, os.environ)
-    if not said and mpiexec is not None and MPI.COMM_WORLD.size == 1:
-        said = apart.of_another(mpiexec, run.flavour(mpiexec), abi, path)
-    if said:
-        yield said
+    problem = apart.text(MPI.COMM_WORLD.size, abi, path, os.environ)
+    if not problem and mpiexec is not None and MPI.COMM_WORLD.size == 1:
+        problem = apart.of_another(mpiexec, run.flavour(mpiexec), abi, path)
+    if problem:
+        yield problem
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         yield (
             "MPI is below MPI_THREAD_MULTIPLE: operations run one at a time, and mpi4py must not be used while one "
@@ -91,34 +91,34 @@ def problems() -> Iterator[str]:
     threads = int(os.environ.get("PJRT_NPROC") or len(run.usable_cpus()))
     if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):
         yield (
-            f"{node.size} ranks on this machine share its cores, and each has XLA threads for all that it may use. "
-            "Launch with 'python -m jaxmpi.run -n N'."
+            f"{node.size} ranks on this machine share its cores, and each has XLA threads for all cores that it may "
+            "use. Launch with 'python -m jaxmpi.run -n N'."
         )
     node.Free()
     platforms = {device.platform for device in jax.devices()} | {jax.default_backend()}
     aliases = {"gpu": {"cuda", "rocm"}}
     if not any(aliases.get(name, {name}).intersection(library.DEVICES.communicated) for name in platforms):
         backend = jax.default_backend()
-        yield f"the default backend is {backend}, whose arrays cannot be communicated; set JAX_PLATFORMS=cpu."
+        yield f"the default backend is {backend}, whose arrays cannot be communicated. Set JAX_PLATFORMS=cpu."
 
 
 def main() -> int:
     try:
         for name, value in facts():
             print(f"{name:16} {value}", flush=True)
-        found = list(problems())
+        listed = list(problems())
     except Exception as error:  # the package cannot be loaded, or JAX cannot open its backend
         known = isinstance(error, (ImportError, RuntimeError, ValueError))
-        found = [str(error) if known else f"{type(error).__name__}: {error}"]
-    for problem in found:
+        listed = [str(error) if known else f"{type(error).__name__}: {error}"]
+    for problem in listed:
         print(f"{'problem':16} {problem}")
-    if not found:
+    if not listed:
         print(f"{'problems':16} none found")
-    return 1 if found else 0
+    return 1 if listed else 0
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except BrokenPipeError:  # `| head`; what is still to be written would raise again, at the end of Python
+    except BrokenPipeError:  # `| head`. Otherwise the flush at the end of Python would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,6 @@
-"""Files: states of a computation that all ranks write and read, on any number of ranks. See docs/files.md.
+"""Files with the state of a computation. All ranks write and read them, on any number of ranks. See docs/files.md.
 
-Needs zarr, which is imported by the first call: pip install 'jaxmpi[io]'.
+Needs zarr, which the first call imports: pip install 'jaxmpi[io]'.
 """
 
 from jaxmpi._files.checkpoints import checkpoint, latest

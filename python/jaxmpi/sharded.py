@@ -1,6 +1,6 @@
 """JAX's own sharded programs over the MPI of this job: `shard_map`, `jax.jit` with shardings, `psum`.
 
-Under `python -m jaxmpi.run --collectives mpi` nothing has to be imported. Under another launcher a program begins with
+Under `python -m jaxmpi.run --collectives mpi` a program imports nothing. Under another launcher a program begins with
 
     import jaxmpi.sharded
     jaxmpi.sharded.install()
@@ -15,17 +15,17 @@ __all__ = ["install", "why_not_mpi"]
 
 
 def install(kind: str = "mpi") -> None:
-    """Readies JAX for sharded programs over all processes of COMM_WORLD. All ranks call it, before JAX makes devices.
+    """Prepare JAX for sharded programs over all processes of COMM_WORLD. All ranks call it, before JAX makes devices.
 
     From then on `jax.devices()` are the devices of all ranks, one CPU device for each, and `jax.process_index()` is the
-    rank. `jax.distributed` is started as JAX makes its devices: all ranks do that, or none goes on.
+    rank. JAX starts `jax.distributed` when it makes the devices. All ranks must do that, otherwise none continues.
 
     Args:
-      kind: "mpi": this job's MPI carries JAX's collectives on CPU memory; "gloo": what JAX uses by itself.
+      kind: "mpi": this job's MPI carries JAX's collectives on CPU memory. "gloo": the library that JAX uses by default.
 
     Raises:
-      ValueError: another kind.
-      RuntimeError: JAX has made its devices already, or, for "mpi", jax was imported before jaxmpi.
+      ValueError: `kind` is neither of the two.
+      RuntimeError: JAX has made devices already, or, for "mpi", jax was imported before jaxmpi.
     """
     import jax
 
@@ -33,7 +33,7 @@ def install(kind: str = "mpi") -> None:
         raise ValueError(f"jaxmpi.sharded.install: kind must be one of {', '.join(_before_jax.KINDS)}, got {kind!r}")
     if _before_jax.state.kind != kind and jax._src.xla_bridge.backends_are_initialized():
         raise RuntimeError(
-            "jaxmpi.sharded.install: JAX has made its devices already (an array, jax.devices()): call it before"
+            "jaxmpi.sharded.install: JAX has made its devices already (an array, jax.devices()). Call it before."
         )
     if kind == "mpi" and (reason := why_not_mpi()):
         raise RuntimeError(f"jaxmpi.sharded.install: {reason}")

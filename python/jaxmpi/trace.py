@@ -1,8 +1,8 @@
 """Where the time of a job went: `python -m jaxmpi.trace FOLDER`, after a run with JAXMPI_TRACE=FOLDER.
 
-Reads the timelines of all ranks, brings their clocks together, prints per operation and line of the program how long
-the ranks were in it and how long of that they waited for others, and writes into the folder `timeline.json`, of all
-ranks, for ui.perfetto.dev, and the pictures `timeline.png` and `messages.png`. Needs no MPI.
+Reads the timelines of all ranks and brings their clocks together. For each operation and line of the program it prints
+how long the ranks were in it, and how much of this time they waited for others. Writes three files into the folder:
+`timeline.json` of all ranks, for ui.perfetto.dev, and the pictures `timeline.png` and `messages.png`. Needs no MPI.
 """
 
 import argparse
@@ -39,9 +39,9 @@ def _tables(ranks: list[files.Rank], matched: matching.Matched, top: int) -> Ite
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxmpi.trace", description="Where the time of a job went.")
-    parser.add_argument("folder", type=Path, help="what JAXMPI_TRACE was in the run")
+    parser.add_argument("folder", type=Path, help="the value of JAXMPI_TRACE in the run")
     parser.add_argument(
-        "--job", default="", metavar="NAME", help="of several in the folder: its name, or how it begins"
+        "--job", default="", metavar="NAME", help="if the folder has several jobs: the name, or how it begins"
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files are written (default: the folder)")
     parser.add_argument("--top", type=int, default=15, metavar="N", help="rows of a table, at most (default: 15)")
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"jaxmpi.trace: no operation was executed in the job of {options.folder}")
     matched = matching.match(ranks)
     tables = list(_tables(ranks, matched, options.top))
-    notes, problems = _write(options, ranks, matched)  # before anything is printed, to `head` perhaps
+    notes, problems = _write(options, ranks, matched)  # before anything is printed, because `head` may end the program
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold anything
     print("\n".join(map(report.printable, [*tables, "", *notes])), flush=True)
@@ -65,14 +65,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _shown(text: str) -> str:
-    """A text of several lines, in which names may be anything: a terminal would obey what cannot be printed."""
+    """Make a text of several lines printable. Names in it may hold characters that a terminal would obey."""
     return "\n".join(map(report.printable, text.split("\n")))
 
 
 def _write(
     options: argparse.Namespace, ranks: list[files.Rank], matched: matching.Matched
 ) -> tuple[list[str], list[str]]:
-    """What the user is told of the files, and what could not be written."""
+    """Write the files. Return notes about them for the user, and the problems."""
     notes, problems, written = [], [], []
     folder = options.output or options.folder
     to_write: dict[str, Callable[[IO[bytes]], None]] = {
@@ -91,7 +91,7 @@ def _write(
                 write(file)
             written.append(str(path))
         except OSError as error:
-            problems.append(f"{path} cannot be written: {error.strerror or error} (--output names another folder)")
+            problems.append(f"{path} cannot be written: {error.strerror or error}. --output names another folder")
     if written:
         notes.append(f"Written: {', '.join(written)}")
     return notes, problems
@@ -99,7 +99,7 @@ def _write(
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of the one that is there once all of it is written. No link is followed."""
+    """Open a draft that replaces the file at `path` when all of it is written. Follow no link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:

@@ -131,8 +131,8 @@ def test_no_check_no_mistakes(run, rank, monkeypatch):
 
 def witness(name, rank, ranks, elements, dtype="float32", op="sum"):
     case = Case(rank, ranks, elements, op)
-    return data.Witness(
-        OPERATIONS[name], case, data.Numbers.of(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks)
+    return data.Oracle(
+        OPERATIONS[name], case, data.Numbers.for_reduction(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks)
     )
 
 
@@ -364,15 +364,15 @@ def test_ranks_that_differ(run, rank):
     code, _, err = run("allreduce" if rank == 0 else "bcast", "--bytes", 8, *SHORT)
     assert code == 2
     if rank == 0:
-        assert "the ranks were given different arguments: 0 ['allreduce'" in err
+        assert "the ranks have different arguments: 0 ['allreduce'" in err
         assert "1 ['bcast'" in err
 
 
 @pytest.mark.alone
 def test_what_cannot_be_exact():
     with pytest.raises(ValueError, match="the sum over 300 ranks of numbers that differ is not exact in bfloat16"):
-        data.Numbers.of(np.dtype(jnp.bfloat16), "sum", 300)
-    assert data.Numbers.of(np.dtype(jnp.bfloat16), "max", 300).levels == 256
+        data.Numbers.for_reduction(np.dtype(jnp.bfloat16), "sum", 300)
+    assert data.Numbers.for_reduction(np.dtype(jnp.bfloat16), "max", 300).levels == 256
 
 
 # --- as users start it -----------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ WRONG = {
     "position": (ValueError, "w, x, y; got 3", (regression, (W, X, Y)), {"invariant": 3}),
     "modes": (ValueError, "'fwd' and 'rev', got 'fwd'", (regression, (W, X, Y)), {"modes": "fwd"}),
     "prefix": (
-        ValueError, "a prefix of what f returns; got [True, False]",
+        ValueError, "a prefix of the result of f. Got [True, False]",
         (regression, (W, X, Y)), {"invariant": "w", "invariant_out": [True, False]},
     ),
     "result": (ValueError, "f returns no array", (lambda x: x.astype(int), (X,)), {"modes": ("fwd",)}),
@@ -339,7 +339,7 @@ def test_arguments_that_do_not_match():
     with pytest.raises(ValueError, match=r"float64 of shape .* on rank 0, float64 of shape .* on rank 1"):
         check_grads(lambda w, x: 1 / 0, (jnp.ones(2 + (RANK == 1)), X), invariant=0)
     with pytest.raises(
-        ValueError, match=r"arrays of the same names among args.* rank 0 has x\[0\], and rank 1 x\[0\], x\[1\]"
+        ValueError, match=r"arrays of the same names among args.* Rank 0 has x\[0\], and rank 1 x\[0\], x\[1\]"
     ):
         check_grads(lambda x: 1 / 0, ([X] * (1 + (RANK == 1)),))
     with pytest.raises(ValueError, match="arrays of the same names on all ranks"):

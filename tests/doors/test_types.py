@@ -106,7 +106,7 @@ def test_docstrings():
         assert "token" not in plain, name
         if getattr(notoken, name) is not getattr(jaxmpi, name):
             arguments, result = given.partition("Args:\n")[2].split("\n\n")[:2]
-            assert arguments.endswith("  token: accepted, handed back, and not needed."), name
+            assert arguments.endswith("  token: accepted, returned unchanged, and not needed."), name
             assert result.startswith(("Returns:\n  A token.", "Returns:\n  `(result, token)`: ")), name
 
 

@@ -385,7 +385,7 @@ WRONG = {
     "names": (lambda grid: {"tree": {"a": {"b": 1}, "a.b": 2}}, ValueError, "both be called 'a.b'"),
     "name": (lambda grid: {"tree": {"__a": 1}}, ValueError, "no name for an array"),
     "grid": (lambda grid: {"grid": 5}, TypeError, "grid is 5 of int"),
-    "prefix": (lambda grid: {"grid": {"b": None}}, ValueError, "has not the structure"),
+    "prefix": (lambda grid: {"grid": {"b": None}}, ValueError, "does not have the structure"),
     "field": (lambda grid: {"tree": np.zeros(99), "grid": grid}, ValueError, "cells along the axes"),
     "comm": (lambda grid: {"comm": 5}, TypeError, "comm must be"),
     "path": (lambda grid: {"path": 5}, TypeError, "path must be"),
@@ -437,7 +437,7 @@ def test_ranks_that_differ(comm, folder):
     calls["keep"] = lambda: io.checkpoint(folder / "s", right, keep=1 + comm.rank)
 
     def check(name):
-        with pytest.raises(ValueError, match="another one than on rank 0"):
+        with pytest.raises(ValueError, match="differs from rank 0"):
             calls[name]()
 
     each(calls, check)

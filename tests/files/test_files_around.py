@@ -209,7 +209,7 @@ def test_two_writers(folder, grid):
     with io.Writer(folder / "c", grid, coords={"axis_0": np.arange(4 * SIZE + 1)}) as out:
         out.append(0, x)
     for _ in range(2):  # what has not been opened is not being written either
-        with pytest.raises(ValueError, match="is another one in"):
+        with pytest.raises(ValueError, match="differs from the one in"):
             io.Writer(folder / "c", grid, coords={"axis_0": np.ones(4 * SIZE + 1)}, resume=True).append(4, x)
     with io.Writer(folder / "s", grid, resume=True) as out:
         out.append(4, x)
@@ -420,7 +420,7 @@ def test_arguments_without_effect(folder):
         ("width and axes", lambda: io.save(folder / "t", x, axes=(0,))),
         ("width and axes", lambda: io.load(folder / "s", width=1)),
         ("width and axes", lambda: io.load(folder / "s", grid={"x": None}, axes=(0, 1))),
-        ("chunks is that of fields", lambda: io.save(folder / "t", x, chunks=2)),
+        ("chunks is for fields", lambda: io.save(folder / "t", x, chunks=2)),
         ("chunks has 1 entries", lambda: io.save(folder / "t", x, grid=grid, chunks=(2,))),
         ("chunks has 3 entries", lambda: io.save(folder / "t", x, grid=grid, chunks=(2, 2, 2))),
         ("attrs of the group has", lambda: io.save(folder / "t", x, grid=grid, attrs={"": {"jaxmpi": 1}})),
@@ -446,7 +446,7 @@ def test_ranks_that_differ_in_width_or_path(folder, grid):
     io.save(folder / "s", {"x": x}, grid=grid)
     with pytest.raises(ValueError, match="not wanted as on rank 0"):
         io.load(folder / "s", grid=grid, width=RANK)
-    with pytest.raises(ValueError, match="another one than on rank 0"):
+    with pytest.raises(ValueError, match="differs from rank 0"):
         io.save(folder / "t", {"x": jnp.pad(x, RANK)}, grid=grid, width=RANK)
     for path in (folder / f"w{RANK}", folder / str(RANK) / "w"):
         for call in (
@@ -454,7 +454,7 @@ def test_ranks_that_differ_in_width_or_path(folder, grid):
             lambda path=path: io.save(path, {"x": x}, grid=grid),
             lambda path=path: io.checkpoint(path, {"x": x}, grid=grid),
         ):
-            with pytest.raises(ValueError, match="path is another one than on rank 0"):
+            with pytest.raises(ValueError, match="path differs from rank 0"):
                 call()
     assert listed(folder) == ["s"]
 

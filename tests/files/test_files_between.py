@@ -378,7 +378,7 @@ def test_files_that_are_exchanged(tmp_path, compressor):
         for part in ("c/0", ""):
             pair = tmp_path / str(here) / first / part, tmp_path / str(there) / second / part
             exchange(tmp_path, *pair)
-            with pytest.raises(OSError, match="is that of another array, or of another state"):
+            with pytest.raises(OSError, match="belongs to another array, or to another state"):
                 io.load(tmp_path / "1")
             exchange(tmp_path, *pair)
     assert same(io.load(tmp_path / "1"), {"a": np.arange(8.0), "b": np.ones(8)})

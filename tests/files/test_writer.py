@@ -168,7 +168,7 @@ def test_rows_of_a_map(folder):
         },
     )
     others, count = jaxmpi.IndexMap(rows.owned + 1, []), rows.sizes[0]
-    with pytest.raises(ValueError, match="index is another one in"):
+    with pytest.raises(ValueError, match="index differs from the one in"):
         io.Writer(path, others, resume=True).append(9, {"x": jnp.zeros(count), "y": jnp.zeros((count, 2), int)})
 
 
@@ -343,7 +343,7 @@ def complete(path):
     root = json.loads((path / "zarr.json").read_bytes())
     arrays = root["consolidated_metadata"]["metadata"]
     count, meta = arrays["time"]["shape"][0], arrays["x"]
-    stored = store.Stored.of(path / "x", meta)
+    stored = store.Stored.from_meta(path / "x", meta)
     assert meta["shape"][0] == count
     own = json.loads((path / "x" / "zarr.json").read_bytes())["shape"][0]
     assert own >= count
@@ -503,7 +503,7 @@ def test_ranks_that_differ(folder, grid):
         ({}, {f"x{RANK}": x}),
         ({"resume": RANK == 0}, {"x": x}),
     ):
-        with pytest.raises(ValueError, match=r"than on rank 0|on rank"):
+        with pytest.raises(ValueError, match=r"from rank 0|on rank"):
             io.Writer(folder / "q", grid, **options).append(0, tree)
     assert COMM.bcast(not (folder / "q").exists())
 
@@ -516,7 +516,7 @@ def test_nothing_is_dropped_where_ranks_differ_in_the_time(folder, grid):
         for step in range(4):
             out.append(step, x)
     for error, text, time_here in (
-        (ValueError, "time is another one than on rank 0", 1 + RANK),
+        (ValueError, "time differs from rank 0", 1 + RANK),
         ((TypeError, ValueError), "time must be a number", "now" if RANK else 1),
     ):
         with pytest.raises(error, match=text):

@@ -295,7 +295,7 @@ def test_other_ranks(comm, rank, size):
     with pytest.raises(ValueError, match="of other ranks, or of the same in another order"):
         jaxmpi.redistribute(jnp.ones(source.local_shape), source, target)
     opposite.Free()
-    with pytest.raises(ValueError, match="where that axis is whole there is no other one"):
+    with pytest.raises(ValueError, match="has no other axis to divide"):
         jaxmpi.Grid(size, 8).pencil(0)
 
 

@@ -321,7 +321,7 @@ def test_first_save_is_interrupted(tmp_path):
         comm = jaxmpi.get_default()
         grid = jaxmpi.Grid((0,), (6,))
         replica = jaxmpi.Replica(x[:2], grid=grid, save=False)
-        if rank == 1: replica._began = lambda *arguments: die()
+        if rank == 1: replica._begin = lambda *arguments: die()
         while True:
             try:
                 with jaxmpi.survive(uniform=True):
@@ -441,7 +441,7 @@ JOBS = {
         """,
         {
             ": ProcessFailed\n": 2,
-            "what was saved is lost: all that had the blocks of rank 1 of 4 have died. Keep more copies, by copies=": 2,
+            "the saved state is lost. All ranks that had the blocks of rank 1 of 4 have died. Keep more copies, by copies=": 2,
         },
     ),
     # What ranks of files, maps and replicas tell each other, where MPI knows of a death and returns what it has not

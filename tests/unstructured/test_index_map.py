@@ -210,7 +210,7 @@ WRONG = [
     ("ghosts", None, TypeError, "ghosts is None: pass an array"),
     ("owned", {0, 1}, TypeError, "owned is a set: pass an array or a list of integers, for example sorted(owned)"),
     ("ghosts", {0: 1}.keys(), TypeError, "ghosts is a dict_keys: pass an array or a list of integers, for example"),
-    ("owned", np.ma.masked_equal([0, 1], 1), TypeError, "owned is a masked array: pass what is not masked"),
+    ("owned", np.ma.masked_equal([0, 1], 1), TypeError, "owned is a masked array: pass owned.compressed()"),
     ("ghosts", np.ma.masked_equal([0, 1], 1), TypeError, "ghosts is a masked array"),
     ("owners", [0], ValueError, "2 ghosts and 1 owners"),
     ("owners", [0, 99], ValueError, "owners has 99, and the ranks are 0 to"),
@@ -410,7 +410,7 @@ def test_by_rank():
 def test_lookup():
     for values in [], [5], [3, 4, 5], [5, 3, 4], [9, 2, LARGEST], [0, 10, 20], [LARGEST, 0]:
         wanted = np.array([-(2**63), -1, *range(12), LARGEST])
-        found = Lookup.of(np.array(values, np.int64)).positions(wanted)
+        found = Lookup.from_list(np.array(values, np.int64)).positions(wanted)
         assert found.tolist() == [values.index(i) if i in values else -1 for i in wanted.tolist()], values
 
 
@@ -514,7 +514,7 @@ def test_csr_that_does_not_fit_other_ranks(comm, rank, size):
     with pytest.raises(ValueError, match=r"^IndexMap\.from_csr: ") as raised:
         jaxmpi.IndexMap.from_csr([0, 1, 2], [0, beyond], comm=comm)
     assert f"no rank owns {beyond} (indices of rank 0), {beyond} (indices of rank 1)" in str(raised.value)
-    assert "say in rows=" in str(raised.value)
+    assert "by rows=" in str(raised.value)
     with pytest.raises(ValueError, match=r"^IndexMap\.from_csr: ") as raised:
         jaxmpi.IndexMap.from_csr([0, 1], [0], rows=[0], comm=comm)
     assert "owned twice: 0 (by ranks 0 and 1)" in str(raised.value)

@@ -1,1 +1,1 @@
-"""What `python -m jaxmpi.bench` measures, how, and how it is shown."""
+"""The parts of `python -m jaxmpi.bench`: the operations, the method of measurement and the output."""

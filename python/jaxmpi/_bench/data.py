@@ -1,8 +1,9 @@
-"""The data: small integers, so that sums are exact, which differ by rank, element, turn and run; and the check of it.
+"""The data of a run and the check of it. The data are small integers, so that sums are exact. They differ by rank,
+element, turn and run.
 
-Before each turn of a run one element of each part of an operand is changed, and an element of the result is kept that
-one of these has become. At the end all kept elements are compared, and the whole result of the last turn, with what
-NumPy makes of the same integers. Nothing that they are compared with comes from an operation.
+Before each turn of a run one element of each part of an operand changes, and in the turn one element of the result that
+depends on it is kept. At the end all kept elements, and the whole result of the last turn, are compared with NumPy's
+result for the same integers. The expected values never come from an operation.
 """
 
 import math
@@ -17,14 +18,14 @@ import numpy as np
 from jaxmpi._bench.operations import Case, Operation
 
 _BLOCK = 1 << 16
-"""Elements that are made or compared at a time, so that they stay in a cache."""
+"""The number of elements that are made or compared at a time, so that they stay in a cache."""
 
 _MOST = 1 << 16
-"""Different integers."""
+"""The number of different integers."""
 
 _GROUPS = 7
-"""Where arrays are reduced, ranks so far from each other have the same data: so NumPy adds up that many arrays, however
-many ranks there are."""
+"""The number of different arrays in a reduction: ranks at this distance have the same data. So NumPy adds up this many
+arrays, however many ranks there are."""
 
 
 def _power_of_two(count: int) -> int:
@@ -32,7 +33,7 @@ def _power_of_two(count: int) -> int:
 
 
 def _integers(dtype: np.dtype) -> int:
-    """Up to here all integers are exact in this dtype."""
+    """Return a limit up to which all integers are exact in this dtype."""
     if dtype == np.bool_:
         return 1
     if dtype.kind in "iu":
@@ -42,7 +43,7 @@ def _integers(dtype: np.dtype) -> int:
 
 
 def _exponents(dtype: np.dtype) -> int:
-    """Up to here all powers of two are exact."""
+    """Return a limit up to which all powers of two are exact."""
     if dtype.kind in "iu":
         return int(jnp.iinfo(dtype).max).bit_length() - 1
     return int(jnp.finfo(dtype).maxexp) - 1 if dtype != np.bool_ else 0
@@ -50,9 +51,10 @@ def _exponents(dtype: np.dtype) -> int:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The integers of one dtype, so small that what the operations make of them is exact as well.
+    """The integers of one dtype, so small that the results of the operations are exact as well.
 
-    Where they are multiplied they are the exponents of powers of two; and so in a dtype that has nothing else.
+    If the operation multiplies them, they are the exponents of powers of two. So they are in a dtype that has only
+    powers of two.
     """
 
     dtype: np.dtype
@@ -60,10 +62,10 @@ class Numbers:
     levels: int
 
     @classmethod
-    def of(cls, dtype: np.dtype, reduction: str, ranks: int) -> "Numbers":
-        """Numbers for operands of so many ranks, to be reduced so; for "" they are only moved.
+    def for_reduction(cls, dtype: np.dtype, reduction: str, ranks: int) -> "Numbers":
+        """Return numbers for operands of `ranks` ranks under a reduction. "": the operation only moves them.
 
-        Raises ValueError if they cannot differ and be exact.
+        Raise ValueError if they cannot differ and be exact.
         """
         powers = reduction == "prod" or dtype.name == "float8_e8m0fnu"
         most = _exponents(dtype) if powers else _integers(dtype)
@@ -77,8 +79,8 @@ class Numbers:
         return cls(dtype, powers, min(_MOST, _power_of_two(most + 1)))
 
     def draw(self, run: int, ranks: Any, index: Any, turn: Any) -> np.ndarray:
-        """The integers at these indices of the operands of these ranks, which were last changed before this turn; all
-        are before the first one, 0."""
+        """Return the integers at these indices of the operands of these ranks, for elements that last changed before
+        this turn. All elements are set before turn 0."""
         fixed, mixed = 0, np.zeros(1, np.uint32)
         for seed, factor in ((index, 2654435761), (ranks, 2246822519), (turn, 3266489917), (run, 668265263)):
             if isinstance(seed, np.ndarray):
@@ -102,8 +104,8 @@ def _blocks(count: int) -> Iterator[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Witness:
-    """This rank's data of an operation, and what must become of it."""
+class Oracle:
+    """This rank's data of an operation, and the expected result."""
 
     operation: Operation
     case: Case
@@ -118,18 +120,18 @@ class Witness:
         return x
 
     def _columns(self, turns: np.ndarray) -> np.ndarray:
-        """The element of each part that is changed before each of these turns."""
+        """Return the element of each part that changes before each of these turns."""
         first, _, count = self.operation.changed(self.case)
         return first + turns % count
 
     def _watched(self, turns: np.ndarray, size: int) -> np.ndarray:
-        """The element of the result, which has so many, that is kept in each of these turns."""
+        """Return the element of the result that is kept in each of these turns. `size`: the elements of the result."""
         elements = self.case.elements
         _, first, count = self.operation.changed(self.case)
         return turns % (size // elements) * elements + first + turns % count
 
     def changed(self, turns: int) -> np.ndarray:
-        """Where in the operand the changes after each turn begin."""
+        """Return the place in the operand where the changes after each turn begin."""
         columns, shape = self._columns(np.arange(turns) + 1), self.operation.shape(self.case)
         index = (
             [np.zeros_like(columns), columns] if self.operation.stacked(self.case) else np.unravel_index(columns, shape)
@@ -137,37 +139,37 @@ class Witness:
         return np.stack(index, axis=1).astype(np.uint32)
 
     def changes(self, run: int, turns: int) -> np.ndarray:
-        """What is written there."""
+        """Return the values that are written at these places."""
         parts, turn = self.operation.stacked(self.case), np.arange(turns)[:, None] + 1
         index = np.arange(max(1, parts)) * self.case.elements + self._columns(turn)
-        made = self.numbers.encode(self.numbers.draw(run, self._group(self.case.rank), index, turn))
+        values = self.numbers.encode(self.numbers.draw(run, self._group(self.case.rank), index, turn))
         ones = (1,) * (len(self.operation.shape(self.case)) - 1)
-        return made.reshape(turns, -1, *ones)
+        return values.reshape(turns, -1, *ones)
 
     def watched(self, turns: int, shape: Sequence[int]) -> np.ndarray:
-        """Where the element of the result lies that is kept in each turn."""
+        """Return the place of the element of the result that is kept in each turn."""
         index = np.unravel_index(self._watched(np.arange(turns), math.prod(shape)), shape)
         return np.stack(index, axis=1).astype(np.uint32)
 
     def wrong_kept(self, kept: Any, run: int, turns: int, shape: Sequence[int]) -> int:
-        """How many of the elements are wrong that were kept in so many turns."""
+        """Return how many of the elements that were kept in these turns are wrong."""
         turn = np.arange(turns)
         expected = self._expected(run, self._watched(turn, math.prod(shape)), lambda _: turn)
         return int(np.count_nonzero(np.asarray(kept)[:turns] != expected))
 
     def wrong(self, result: Any, run: int, turns: int, changed: bool = False) -> tuple[int, int]:
-        """How many elements are wrong of the result of the last turn, and how many were compared: not that which has
-        been `changed` since then."""
-        found = np.asarray(result).reshape(-1)
+        """Return how many elements of the result of the last turn are wrong, and how many were compared. Leave out the
+        element that has `changed` after that turn."""
+        elements = np.asarray(result).reshape(-1)
         before = np.arange(1, turns)
         last = np.zeros(self.case.elements, np.uint32)
         last[self._columns(before)] = before  # of several turns the last one counts
         but = self._columns(np.array([turns])) if changed else np.array([], int)
         wrong = 0
-        for index in _blocks(found.size):
-            differs = found[index[0] : index[-1] + 1] != self._expected(run, index, self._when(last))
+        for index in _blocks(elements.size):
+            differs = elements[index[0] : index[-1] + 1] != self._expected(run, index, self._when(last))
             wrong += int(np.count_nonzero(differs & ~np.isin(index, but)))
-        return wrong, found.size - but.size
+        return wrong, elements.size - but.size
 
     def _when(self, last: np.ndarray) -> Callable[[Any], Any]:
         return lambda index: last[index % self.case.elements]
@@ -176,7 +178,7 @@ class Witness:
         return ranks % _GROUPS if self.operation.reduces(self.case.size) else ranks
 
     def _expected(self, run: int, index: np.ndarray, when: Callable[[Any], Any]) -> np.ndarray:
-        """Elements of the result. `when`: the index of an element of an operand -> in which turn it was changed."""
+        """Return elements of the result. `when`: the index of an element of an operand -> the turn of the change."""
         case, numbers = self.case, self.numbers
         reduced = Counter(self._group(rank) for rank in self.operation.reduced(case))
         ranks, index = self.operation.origin(case, index)

@@ -1,8 +1,9 @@
-"""What is measured: a row per operation.
+"""The operations that are measured: one row for each.
 
-The sizes and the bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). With S the bytes of an operation and n
-the number of ranks the algorithm bandwidth is S / time, and the bus bandwidth that times a factor: what the link of a
-rank must at least have carried, whatever the algorithm. Where each rank has a part of an array, S is that of all parts.
+Sizes and bandwidths are defined as in nccl-tests (see the file doc/PERFORMANCE.md there). Let S be the bytes of an
+operation. The algorithm bandwidth is S / time. The bus bandwidth is the algorithm bandwidth times a factor, which
+depends on the number of ranks: the least rate that the link of a rank must have carried, with any algorithm. If each
+rank has a part of an array, S is the size of all parts.
 
 Each row knows where the elements of a result come from, so that they can be checked without the operation.
 """
@@ -30,7 +31,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A rank, and the elements of its operand: of its only part, or of each of them."""
+    """A rank, and the number of elements of each part of the operand."""
 
     rank: int
     size: int
@@ -89,54 +90,54 @@ class Operation:
     """The operation: operand -> result."""
 
     size: str
-    """The array whose size is S; empty where no data is moved."""
+    """The array whose size is S. Empty if no data is moved."""
 
     factor: Callable[[Case], float]
     """Bus bandwidth over algorithm bandwidth, for two ranks and more."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """What other tools call it, each with a remark where their figures mean something else."""
+    """The names in other tools, each with a remark if the figures there have another meaning."""
 
     origin: Callable[[Case, Any], Origin] = _own
-    """Where elements of this rank's result come from, by their index."""
+    """The place where elements of this rank's result come from, by their index."""
 
     reduced: Callable[[Case], Sequence[int]] = lambda case: ()
-    """The ranks whose operands are reduced on this one, element by element, of an index that `origin` says; where there
-    are none, it says all."""
+    """The ranks whose operands are reduced on this one, element by element. `origin` gives the index. If this is
+    empty, `origin` gives the ranks, too."""
 
     parts: Callable[[int], int] = _one
-    """ranks -> the parts that S consists of."""
+    """ranks -> the number of parts of S."""
 
     stacked: Callable[[Case], int] = _no_part
-    """The parts that this rank's operand is a stack of; 0: it is one part, and no stack."""
+    """The number of parts in this rank's operand, which is a stack of them. 0: it is one part, and no stack."""
 
     fit: Callable[[int, int], int] = _divided
     """(elements asked for, parts) -> elements of a part."""
 
     changed: Callable[[Case], tuple[int, int, int]] = _everywhere
-    """(a, b, n): before turn i element a + i % n of each part of the operand is changed, and in it b + i % n of the
-    result, or of each part of it, is what has become of one of them."""
+    """(a, b, n): before turn i element a + i % n of each part of the operand changes. In this turn element b + i % n of
+    the result, or of each part of it, depends on one of these elements."""
 
     repeats: Callable[[Case], bool] = lambda case: False
-    """Whether the result is the next operand here: what is read of it is as it was."""
+    """Whether the result is the next operand here. A read from it then sees the data before the change."""
 
     blind: Callable[[Case], bool] = lambda case: False
-    """Whether the operand may still be read here when there is a result."""
+    """Whether the operation may still read the operand here when there is a result."""
 
     hidden: bool = False
-    """A result may be ready before the operation has ended."""
+    """Whether a result may be ready before the operation has ended."""
 
     messages: int = 1
-    """One after the other, in a call."""
+    """The number of messages in a call, one after the other."""
 
     least: int = 1
-    """Ranks that it needs."""
+    """The least number of ranks."""
 
     square: bool = False
-    """The operand is one part, of two dimensions."""
+    """Whether the operand is one part, of two dimensions."""
 
     def reduces(self, size: int) -> bool:
-        """Whether operands are reduced on any of so many ranks."""
+        """Return whether operands are reduced on any of `size` ranks."""
         return any(len(self.reduced(Case(rank, size, 1))) > 0 for rank in (0, size - 1))
 
     def shape(self, case: Case) -> tuple[int, ...]:
@@ -190,7 +191,7 @@ def _part_of_this_rank(case: Case, index: Any) -> Origin:
 
 
 def _each_one(case: Case) -> list[int]:
-    """Counts: a row for each rank."""
+    """Return counts: a row for each rank."""
     return [1] * case.size
 
 
@@ -266,7 +267,7 @@ def _rank_at(case: Case, row: Any, column: Any) -> Any:
 
 
 def _neighbors(case: Case) -> np.ndarray:
-    """Before and behind this rank, along each axis."""
+    """Return the ranks before and behind this rank, along each axis."""
     row, column = divmod(case.rank, _dims(case.size)[1])
     steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
     return np.array([_rank_at(case, row + down, column + right) for down, right in steps])
@@ -277,7 +278,7 @@ def _from_neighbors(case: Case, index: Any) -> Origin:
 
 
 def _between_neighbors(case: Case, index: Any) -> Origin:
-    """What the neighbour before has sent behind, and the other way round."""
+    """Return the part that the neighbour before has sent behind, and the other way round."""
     part, element = np.divmod(index, case.elements)
     return _neighbors(case)[part], (part ^ 1) * case.elements + element
 
@@ -287,7 +288,7 @@ def _other_neighbors(case: Case) -> float:
 
 
 def _side(case: Case) -> int:
-    """The side of a block, without its halo of one cell."""
+    """Return the side of a block, without the halo of one cell."""
     return math.isqrt(case.elements) - 2
 
 
@@ -313,7 +314,7 @@ def _call_redistribute(case: Case, x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _ring(rank: int, size: int) -> IndexMap:
-    """Each rank owns a row, and has that of the next one as a ghost."""
+    """Make a map in which each rank owns a row, and has the row of the next rank as a ghost."""
     return IndexMap([rank], [(rank + 1) % size])
 
 
@@ -331,24 +332,24 @@ def _two(size: int) -> int:
 
 
 def _around(case: Case, index: Any) -> Origin:
-    """The cell of the block, or of another one, that a cell of the block with its halo is, or is copied from."""
+    """Return the cell of this or another block from which a cell of the block with halo comes."""
     side = _side(case)
     row, column = np.divmod(index, side + 2)
-    its_row, its_column = divmod(case.rank, _dims(case.size)[1])
+    own_row, own_column = divmod(case.rank, _dims(case.size)[1])
     # A block before, in this one, or a block behind.
     down, right = (row - 1) // side, (column - 1) // side
     cell = (row - 1 - down * side + 1) * (side + 2) + column - 1 - right * side + 1
-    return _rank_at(case, its_row + down, its_column + right), cell
+    return _rank_at(case, own_row + down, own_column + right), cell
 
 
 def _first_row(case: Case) -> tuple[int, int, int]:
-    """The block's first row, which becomes the last one of another halo."""
+    """Return the block's first row, which becomes the last one of another halo."""
     side = _side(case)
     return side + 2 + 1, (side + 1) * (side + 2) + 1, side
 
 
 def _part_of_halo(case: Case) -> float:
-    """The part of the array that comes from other ranks."""
+    """Return the part of the array that comes from other ranks."""
     side = _side(case)
     own = [side + 2 if count == 1 else side for count in _dims(case.size)]
     return 1 - own[0] * own[1] / case.elements
@@ -362,7 +363,7 @@ def _constant(value: float) -> Callable[[Case], float]:
 
 
 def _but_one(case: Case) -> float:
-    """The factor where a rank's own part stays where it is: (n - 1) / n."""
+    """Return the factor if a rank's own part is not moved: (n - 1) / n."""
     return (case.size - 1) / case.size
 
 
@@ -639,14 +640,14 @@ OPERATIONS = {
 }
 
 USUAL = ("allreduce", "allgather", "alltoall", "bcast", "sendrecv", "pingpong", "grid_exchange", "barrier")
-"""What is measured if nothing is named."""
+"""The operations that are measured if the user names none."""
 
 NOBODY = Operation("nobody", (), _call_nobody, "", _constant(0), hidden=True)
-"""A message to nobody: what XLA takes for an operation, and for what is around it."""
+"""A message to nobody, which measures the time that XLA takes for any operation and the code around it."""
 
 
 def named(name: str) -> Operation | None:
-    """The row of this name, or of another tool's name for it."""
+    """Return the row with this name, or with this name in another tool."""
     return next((row for row in OPERATIONS.values() if name == row.name or name in row.names), None)
 
 

@@ -1,4 +1,4 @@
-"""The command line. All ranks read the same one; rank 0 alone tells what is wrong with it, and all of them end."""
+"""The command line. All ranks read the same one. Rank 0 alone reports the problems in it, and then all ranks end."""
 
 import argparse
 import difflib
@@ -28,7 +28,7 @@ _DEFAULT_RANGE = (8, 16 << 20, 2.0)
 
 
 class Parser(argparse.ArgumentParser):
-    """One that several ranks share: what it prints is printed once, and no rank ends before that."""
+    """A parser that several ranks share. It prints messages once, and no rank ends before that."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if COMM.rank == 0:
@@ -39,12 +39,12 @@ class Parser(argparse.ArgumentParser):
             self._print_message(message, sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        COMM.Barrier()  # a launcher ends the job as the first rank ends with an error
+        COMM.Barrier()  # a launcher ends the job when the first rank ends with an error
         sys.exit(status)
 
 
 def size(text: str) -> int:
-    """A number of bytes."""
+    """Read a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:(B?)|([KMG])(?:iB)?)", text)
     if not match:
         raise argparse.ArgumentTypeError(
@@ -52,7 +52,7 @@ def size(text: str) -> int:
         )
     nbytes = int(float(match[1]) * _UNITS[match[2] or match[3] or ""])
     if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte; what an empty message takes, barrier shows")
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte; for an empty message measure barrier")
     return nbytes
 
 
@@ -94,7 +94,7 @@ def _parser() -> Parser:
         metavar="operation",
         help=f"what to measure, also by the names of OSU and nccl-tests (default: {' '.join(operations.USUAL)})",
     )
-    parser.add_argument("--list", action="store_true", help="list the operations, and what their sizes are, and end")
+    parser.add_argument("--list", action="store_true", help="list the operations, and the meaning of sizes, and end")
     sizes = parser.add_argument_group("sizes")
     usual = " ".join(map(show_size, SIZES))
     sizes.add_argument("--bytes", nargs="+", type=size, metavar="SIZE", help=f"such as 8 64KiB 1M (default: {usual})")
@@ -140,21 +140,21 @@ def _parser() -> Parser:
     return parser
 
 
-def _without_files(given: Sequence[str]) -> list[str]:
-    """The arguments but for names of files, which rank 0 alone uses."""
+def _without_files(words: Sequence[str]) -> list[str]:
+    """Return the arguments without names of files, which rank 0 alone uses."""
     files = ("--json", "--plot")
-    pairs = zip(["", *map(str, given)], map(str, given), strict=False)
+    pairs = zip(["", *map(str, words)], map(str, words), strict=False)
     return [text for before, text in pairs if before not in files and not text.startswith(files)]
 
 
-def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    """The options, with `rows`: (name asked for, row). Ends all ranks with 2 if something is wrong with them."""
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, with `rows`: (name asked for, row). End all ranks with status 2 if an option is wrong."""
     parser = _parser()
-    asked = COMM.allgather(_without_files(sys.argv[1:] if given is None else given))
+    asked = COMM.allgather(_without_files(sys.argv[1:] if words is None else words))
     differs = next((rank for rank, theirs in enumerate(asked) if theirs != asked[0]), None)
     if differs is not None:
-        parser.error(f"the ranks were given different arguments: 0 {asked[0]}, {differs} {asked[differs]}")
-    options = parser.parse_intermixed_args(given)
+        parser.error(f"the ranks have different arguments: 0 {asked[0]}, {differs} {asked[differs]}")
+    options = parser.parse_intermixed_args(words)
     if options.list:
         return options
     problem = next((text for text in _agreed(_problems(options)) if text), "")
@@ -164,12 +164,12 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _agreed(texts: Iterator[str]) -> list[str]:
-    """The first text of each rank: files and devices may be missing on one of them."""
+    """Return the first text of each rank, because files and devices may be missing on one of them."""
     return COMM.allgather(next(texts, ""))
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with the options; also fills in what follows from them."""
+    """Yield the problems of the options. Also set further options that follow from them."""
     options.rows = []
     for name in options.operations or usual():
         row = operations.named(name)
@@ -227,7 +227,7 @@ def _dtype_problems(options: argparse.Namespace) -> Iterator[str]:
             others = f"--op {' or '.join(known)}, or another --dtype" if known else "another --dtype"
             yield f"{asked}: MPI.{options.op.upper()} is not defined for {name}: pass {others}"
         try:
-            Numbers.of(np.dtype(name), options.op if reduces else "", COMM.size)
+            Numbers.for_reduction(np.dtype(name), options.op if reduces else "", COMM.size)
         except ValueError as error:
             yield f"{asked}: {error}"
     if max(options.bytes) // DATATYPES[name].itemsize >= 1 << 31:
@@ -242,7 +242,7 @@ def _device_problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _file_problems(options: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with the files, on rank 0, which writes them, before anything is measured."""
+    """Yield the problems of the files, on rank 0, which writes them, before the measurement."""
     for option, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             yield f"{option}: {path} cannot be written"
@@ -255,7 +255,7 @@ def _file_problems(options: argparse.Namespace) -> Iterator[str]:
 
     known = Figure().canvas.get_supported_filetypes()
     if options.plot.suffix[1:] not in known:
-        yield f"--plot: {options.plot} is no picture: its name must end in one of {', '.join(known)}"
+        yield f"--plot: {options.plot} is no picture: the name must end in one of {', '.join(known)}"
 
 
 def show_size(nbytes: float) -> str:
@@ -266,12 +266,12 @@ def show_size(nbytes: float) -> str:
 
 
 def cases(row: Operation, options: argparse.Namespace) -> tuple[list[Case], str]:
-    """Where the operation is measured: for each size, rounded to whole elements of each part; and a remark on that."""
+    """Return the cases of the operation, one for each size, and a remark if sizes were rounded to whole elements."""
     if not row.size:
         return [Case(COMM.rank, COMM.size, 1, options.op)], ""
     parts, itemsize = row.parts(COMM.size), DATATYPES[options.dtype].itemsize
     elements = [row.fit(nbytes // itemsize, parts) for nbytes in options.bytes]
     sizes = zip(options.bytes, [count * parts * itemsize for count in elements], strict=True)
-    rounded = ", ".join(f"{asked} to {made}" for asked, made in sizes if asked != made)
+    rounded = ", ".join(f"{asked} to {actual}" for asked, actual in sizes if asked != actual)
     where = [Case(COMM.rank, COMM.size, count, options.op) for count in dict.fromkeys(elements)]
     return where, f"sizes are rounded: {rounded}" if rounded else ""

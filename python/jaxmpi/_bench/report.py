@@ -1,4 +1,4 @@
-"""What is shown of the figures: a table per operation, a JSON file, a picture."""
+"""The output of the figures: a table per operation, a JSON file, a picture."""
 
 import json
 import time
@@ -23,7 +23,7 @@ COLUMNS = (
 
 
 def row_of(point: Point, dtype: str, itemsize: int) -> dict[str, Any]:
-    """The figures by names that say their units; a gigabyte is 10^9 bytes."""
+    """Return the figures under names that contain the units. A gigabyte is 10^9 bytes."""
     row, case = point.operation, point.case
     count = case.elements * row.parts(case.size) if row.size else 0
     speed = count * itemsize / point.median / 1e9
@@ -50,7 +50,7 @@ def bus_factor(point: Point) -> float:
 
 
 def digits(value: float) -> str:
-    """Four of them, without an exponent."""
+    """Write a number with four digits, without an exponent."""
     return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
@@ -66,7 +66,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def heading(asked: str, operation: Operation, remark_on_sizes: str) -> str:
-    """Above the table of an operation."""
+    """Return the lines above the table of an operation."""
     also = f" ({asked})" if asked != operation.name else ""
     remark = operation.names.get(asked, "")
     lines = [f"{operation.name}{also}{f': bytes of {operation.size}' if operation.size else ''}"]
@@ -76,7 +76,7 @@ def heading(asked: str, operation: Operation, remark_on_sizes: str) -> str:
 
 
 def listed() -> str:
-    """All operations, what their sizes are, and what else they are called."""
+    """Return the list of all operations, with the meaning of the sizes and other names."""
     rows = []
     for operation in OPERATIONS.values():
         rows.append(f"{operation.name:20} {', '.join(operation.names)}".rstrip())
@@ -92,20 +92,20 @@ def write(path: Path, header: Mapping[str, Any], rows: Sequence[Mapping[str, Any
 
 
 def plot(path: Path, header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Time and bus bandwidth of each operation by size."""
+    """Draw time and bus bandwidth of each operation by size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name in dict.fromkeys(row["operation"] for row in rows):
-        its = [row for row in rows if row["operation"] == name]
-        if not its[0]["bytes"]:
-            left.axhline(its[0]["microseconds_median"], linestyle=":", color="gray", label=name)
+        own = [row for row in rows if row["operation"] == name]
+        if not own[0]["bytes"]:
+            left.axhline(own[0]["microseconds_median"], linestyle=":", color="gray", label=name)
             continue
-        left.plot([row["bytes"] for row in its], [row["microseconds_median"] for row in its], ".-", label=name)
-        rates = [row["bus_bandwidth_gigabytes_per_second"] for row in its]
+        left.plot([row["bytes"] for row in own], [row["microseconds_median"] for row in own], ".-", label=name)
+        rates = [row["bus_bandwidth_gigabytes_per_second"] for row in own]
         if any(rates):
-            right.plot([row["bytes"] for row in its], rates, ".-", color=left.lines[-1].get_color())
+            right.plot([row["bytes"] for row in own], rates, ".-", color=left.lines[-1].get_color())
     left.set(xlabel="bytes", ylabel="time, us (median)")
     right.set(xlabel="bytes", ylabel="bus bandwidth, GB/s")
     for axes in (left, right):

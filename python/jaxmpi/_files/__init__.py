@@ -1,1 +1,1 @@
-"""`jaxmpi.io`: states of a computation in files that all ranks write and read."""
+"""The implementation of `jaxmpi.io`: files with the state of a computation, which all ranks write and read."""

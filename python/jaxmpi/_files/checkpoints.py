@@ -1,4 +1,4 @@
-"""`jaxmpi.io.checkpoint` and `latest`: numbered states in a folder, for loops that are started again."""
+"""`jaxmpi.io.checkpoint` and `latest`: numbered states in a folder, for programs that are started again."""
 
 import os
 from collections.abc import Sequence
@@ -31,17 +31,17 @@ def checkpoint(
     compressor: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Saves a tree as the next state in a folder, and then removes old ones.
+    """Save a tree as the next state in a folder, and then remove old states.
 
-    A state is there once all ranks have written it: `latest` finds the last one, also if a run has died while it wrote.
-    What such a run has left is removed by the next call.
+    A state exists only when all ranks have written it. So `latest` finds the last complete one, also if a run has died
+    while it wrote. The next call removes the remains.
 
     All ranks call it, outside of compiled functions.
 
     Args:
-      path: a folder, which is made if it is not there. The states in it are folders with numbers of eight digits, or
-        more. What else is there stays as it is.
-      tree: what is saved, as by `save`.
+      path: a folder, which is made if it does not exist. The states in it are folders with numbers of eight or more
+        digits as names. Other files stay as they are.
+      tree: the tree to save, as by `save`.
       keep: how many states are kept: this one and the newest of the others. None: all.
       step: the number of the state. None: one more than the largest.
       grid, width, axes, comm, chunks, dims, coords, attrs, compressor, overwrite: as for `save`.
@@ -49,7 +49,7 @@ def checkpoint(
     Returns:
       The path of the state, for `load`.
 
-    Raises: what `save` raises. What could not be removed is an OSError as well; then the new state is there.
+    Raises: as `save`. If an old state cannot be removed, an OSError as well; then the new state exists.
     """
     operation = "checkpoint"
     options = Options(width, axes, chunks, dims, coords, attrs)
@@ -72,10 +72,10 @@ def checkpoint(
 
 
 def _next(folder: Path, step: int | None, operation: str) -> tuple[int, Path]:
-    """The number and the path of the state that is to be written; on rank 0."""
+    """Return the number and the path of the new state, on rank 0."""
     with commit.naming(f"{operation}: cannot use", folder):
         if commit.is_ours(folder):
-            raise FileExistsError(f"{operation}: {folder} is a state itself: pass a folder that states are put into.")
+            raise FileExistsError(f"{operation}: {folder} is a state itself: pass a folder that holds states.")
         commit.tidy(folder, operation)
         number = max(commit.numbers(folder), default=-1) + 1 if step is None else int(step)
         return number, commit.numbered(folder, number)
@@ -87,19 +87,20 @@ def _prune(folder: Path, keep: int, number: int, operation: str) -> None:
 
 
 def latest(path: str | os.PathLike[str], *, comm: MPI.Comm | None = None) -> Path | None:
-    """The path of the last state that `checkpoint` has written to a folder, for `load`.
+    """Return the path of the last state that `checkpoint` has written to a folder, for `load`.
 
-    All ranks call it, and get what rank 0 finds.
+    All ranks call it. Rank 0 looks, and all get the same result.
 
     Args:
       path: the folder.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      comm: an intra-communicator. None: a clone of COMM_WORLD.
 
     Returns:
-      The path of the state with the largest number; None if there is none, or no folder.
+      The path of the state with the largest number. None if there is no state, or no folder.
 
     Raises:
-      OSError: rank 0 cannot read the folder; on all ranks. TypeError, ValueError: what is no path.
+      OSError: rank 0 cannot read the folder. On all ranks.
+      TypeError, ValueError: `path` is no path.
     """
     operation = "latest"
     with layout.together(None, comm, operation) as clone:

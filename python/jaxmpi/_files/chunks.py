@@ -1,12 +1,12 @@
-"""Chunks of stored arrays: their shape, which rank writes which, and how a rank comes by the values of its own.
+"""Chunks of stored arrays: their shape, the rank that writes each, and how a rank gets the values of its chunks.
 
-A stored array is divided into chunks of one size, each a file. The chunks of a field are divided among the processes
-of its grid, so that no two ranks write one: a chunk is of the process in whose block its middle lies. Where these
-regions are not the blocks of the grid, the field is redistributed to them first. A field whose blocks are as large as
-chunks, or a multiple, is written as it is.
+A stored array is divided into chunks of one size, each a file. The chunks of a field are divided among the processes of
+its grid, so that no two ranks write one: a chunk belongs to the process whose block contains the middle of it. If the
+regions of the processes are not the blocks of the grid, the field is redistributed to them first. A field whose blocks
+are as large as chunks, or a multiple, is written without that.
 
-A field that is staggered along an axis has one point more there, and blocks that meet have a point in common. The
-regions are turned into blocks of cells which contain all points of the region, and perhaps one more, which is cut off.
+A field that is staggered along an axis has one point more there, and adjacent blocks share a point. The code turns
+regions into blocks of cells that contain all points of the region, and perhaps one more, which is cut off.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from jaxmpi._grid.redistribute import redistribute
 from jaxmpi._primitive import keys
 
 LARGEST = 64 << 20
-"""The most bytes of a chunk whose shape the user does not give."""
+"""The largest number of bytes in a chunk whose shape the user does not give."""
 
 Interval = tuple[int, int]
 Index = tuple[int, ...]
@@ -33,7 +33,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """The points of a stored array that this rank writes: whole chunks, or those at the end of the array."""
+    """The points of a stored array that this rank writes: whole chunks, except at the end of the array."""
 
     shape: tuple[int, ...]
     """The shape of the stored array."""
@@ -42,10 +42,10 @@ class Region:
     points: tuple[Interval, ...]
     """Start and end along each axis."""
     nothing: bool = False
-    """This rank writes nothing, which the points of an array without axes cannot say."""
+    """Whether this rank writes nothing. The points of an array without axes cannot express this."""
 
     def pieces(self) -> Iterator[tuple[Index, tuple[slice, ...]]]:
-        """The index of each chunk, and where its values are in an array of the region's points."""
+        """Yield the index of each chunk, and the place of its values in an array of the region's points."""
         if self.nothing:
             return
         along = []
@@ -61,18 +61,18 @@ class Region:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How this rank comes by its region of a field of a grid. All ranks call `take` together."""
+    """The source of this rank's region of a field of a grid. All ranks call `take` together."""
 
     region: Region
     grid: Grid
     target: Grid
     """The grid whose blocks contain the regions."""
     axes: tuple[int, ...]
-    """The axes of the field that are the grid's, from the front."""
+    """The axes of the field that belong to the grid, from the front."""
     widths: Widths
 
     def take(self, x: Any) -> np.ndarray:
-        """The values of this rank's region, in the dtype in which they are stored, from its block with halo."""
+        """Return the values of this rank's region, in the dtype in the file, from its block with halo."""
         if self.target is self.grid:
             starts = [low for low, _ in self.widths]
         else:
@@ -91,7 +91,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Whole:
-    """How this rank comes by its part of an array that all ranks have."""
+    """The source of this rank's part of an array that all ranks have."""
 
     region: Region
 
@@ -100,17 +100,17 @@ class Whole:
 
 
 def values_of(x: Any) -> np.ndarray:
-    """An array of JAX or NumPy, or a number, as an array of NumPy: words in the place of keys. CPU memory is not
-    copied."""
+    """Return an array of JAX or NumPy, or a number, as an array of NumPy, with words in the place of keys. Do not copy
+    CPU memory."""
     return np.asarray(keys.words(x) if isinstance(x, jax.Array) else x)
 
 
 def in_words(x: Any, work: Callable[[Any], Any]) -> Any:
-    """The result of `work(x)`, which moves an array, to the last bit.
+    """Return the result of `work(x)`, which moves an array, exact to the last bit.
 
-    Narrow floating-point numbers, which XLA may take through wider ones, go as integers, and so do those that cannot be
-    communicated. NumPy's wide numbers, which JAX may cut to 32 bits, go as words of 32 bits on one axis more, behind
-    all others. Those that are not numbers travel too, whatever JAX is told to do of them, and from one device.
+    XLA may convert narrow floating-point numbers to wider ones, so these travel as integers. So do dtypes that cannot
+    be communicated. JAX may cut NumPy's wide numbers to 32 bits, so these travel as words of 32 bits, on one more axis
+    behind all others. NaN and infinity travel too, even if JAX is set to refuse them. Arrays travel from one device.
     """
     with jax.debug_nans(False), jax.debug_infs(False):
         return _in_words(_on_one_device(x), work)
@@ -143,23 +143,23 @@ def blocks(
     axes: tuple[int, ...],
     widths: Widths,
     dtype: np.dtype,
-    given: Sequence[int] | None,
+    requested: Sequence[int] | None,
     kept: Sequence[int] | None = None,
 ) -> Blocks:
-    """How a field of this global shape is stored. `given` are the sizes of chunks along the axes of the grid; `kept` is
-    the shape of a chunk in a file that is there."""
+    """Return how a field of this global shape is stored. `requested`: the sizes of chunks along the axes of the grid.
+    `kept`: the shape of a chunk in an existing file."""
     whole = tuple(shape)
     points = [whole[axis] for axis in axes]
     if kept is not None and len(kept) == len(whole):
         sizes = list(kept)
-    elif given is None:
+    elif requested is None:
         sizes = list(whole)
         for axis, count, number in zip(axes, points, grid.processes, strict=True):
             sizes[axis] = -(-count // number)
         sizes = limited(sizes, dtype.itemsize)
     else:
         sizes = list(whole)
-        for axis, size in zip(axes, given, strict=True):
+        for axis, size in zip(axes, requested, strict=True):
             sizes[axis] = size
     sizes = [max(1, size) for size in sizes]
     regions = [
@@ -167,18 +167,18 @@ def blocks(
         for at, (axis, size) in enumerate(zip(axes, points, strict=True))
     ]
     cells = [
-        tuple(min(end, size) - min(start, size) for start, end in its)
-        for its, size in zip(regions, grid.global_shape, strict=True)
+        tuple(min(end, size) - min(start, size) for start, end in intervals)
+        for intervals, size in zip(regions, grid.global_shape, strict=True)
     ]
     target = grid if list(cells) == list(grid._layout.blocks) else grid._like(grid.processes, cells)
     mine: list[Interval] = [(0, size) for size in whole]
-    for axis, its, at in zip(axes, regions, grid.coordinates, strict=True):
-        mine[axis] = its[at]
+    for axis, intervals, at in zip(axes, regions, grid.coordinates, strict=True):
+        mine[axis] = intervals[at]
     return Blocks(Region(whole, tuple(sizes), tuple(mine)), grid, target, axes, widths)
 
 
 def _regions(points: int, size: int, blocks: Sequence[Interval]) -> list[Interval]:
-    """The points along an axis that each process along it writes, whole chunks of this size."""
+    """Return the points along an axis that each process along it writes: whole chunks of this size."""
     count = -(-points // size)
     starts = np.arange(count) * size
     middles = (starts + np.minimum(starts + size, points) - 1) // 2
@@ -190,8 +190,8 @@ def _regions(points: int, size: int, blocks: Sequence[Interval]) -> list[Interva
 
 
 def limited(sizes: Sequence[int], itemsize: int) -> list[int]:
-    """The shape of a chunk, cut along its first axes until it has no more than the most bytes; into equal parts if
-    there are such that are not much too small."""
+    """Return the shape of a chunk, cut along the first axes until it has at most `LARGEST` bytes. Cut into equal parts
+    if there are equal parts that are not much too small."""
     cut = list(sizes)
     for axis, size in enumerate(cut):
         parts = -(-math.prod(cut) * itemsize // LARGEST)
@@ -204,7 +204,7 @@ def limited(sizes: Sequence[int], itemsize: int) -> list[int]:
 
 
 def whole(shape: Sequence[int], dtype: np.dtype, rank: int, size: int) -> Whole:
-    """How an array is stored that all ranks have: rank 0 writes what is one chunk; of longer ones each a part."""
+    """Return how to store an array that all ranks have. Rank 0 writes a single chunk. Ranks divide several chunks."""
     sizes = [max(1, n) for n in limited(shape, dtype.itemsize)]
     points: list[Interval] = [(0, n) for n in shape]
     if sizes:

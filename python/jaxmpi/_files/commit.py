@@ -1,16 +1,17 @@
-"""How a state comes to be there at once: written under another name, and renamed when all ranks have written it.
+"""The commit of a state: it is written under another name, and renamed when all ranks have written it.
 
 Beside a state NAME there may be three hidden folders. `.NAME.partial` is being written, or a run that died left it.
 `.NAME.replaced` is an old state while a new one gets its name. `.NAME.removed` is being removed. Rank 0 alone does all
 of this.
 
 Two jobs must not write one state. So rank 0 locks the hidden folder that it writes, and the state that it replaces,
-before it looks at anything else, and holds both locks until the new state has its name. A lock is that of the folder
-itself, whatever its name becomes: whoever has locked a folder compares it with what the name then leads to. The system
-releases the locks of a process that dies. File systems without locks of folders have no such protection.
+before it looks at anything else. It holds both locks until the new state has its name. A lock belongs to the folder
+itself, and stays with it when the folder is renamed. So after locking a folder, rank 0 checks that the name still leads
+to it. The system releases the locks of a process that dies. File systems without locks of folders lack this
+protection.
 
-A run that dies between the two renames of a replacement leaves the old state under its hidden name. Readers find it
-there, and the next run puts it back. Readers take no locks.
+A run that dies between the two renames of a replacement leaves the old state under its hidden name. Readers look there,
+too, and the next run puts it back. Readers take no locks.
 """
 
 import contextlib
@@ -27,9 +28,9 @@ from typing import Any
 from jaxmpi._files import metadata, store
 
 _STATE = re.compile(r"(\.?)(\d{8,})(\.partial|\.replaced|\.removed|)")
-"""Names in a folder of checkpoints: of states, and the hidden ones."""
+"""Names in a folder of checkpoints: states and hidden folders."""
 _LOOKS = 20
-"""How often a reader looks for a state whose name is gone for a moment, while another job replaces it."""
+"""How often a reader looks for a state. While another job replaces it, its name is gone for a moment."""
 
 
 def partial(path: Path) -> Path:
@@ -45,14 +46,14 @@ def removed(path: Path) -> Path:
 
 
 def place(path: Any, operation: str) -> str:
-    """The path of a state, absolute. Raises TypeError and ValueError for what is no path of a file system."""
+    """Return the absolute path of a state. Raise TypeError or ValueError if it is no path of a file system."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{operation}: path must be a string or a path, got {path!r:.80} of {type(path).__name__}.")
     text = os.fspath(path)
     if not isinstance(text, str) or "://" in text or "\0" in text or not text:
         raise ValueError(f"{operation}: path is {text!r}: pass a folder of a file system that all ranks share.")
     whole = os.path.abspath(text)
-    if os.path.islink(whole):  # the folder that it leads to is written, beside which there is room
+    if os.path.islink(whole):  # write the folder that the link leads to, where there is room for hidden folders
         whole = os.path.realpath(whole)
     if not os.path.basename(whole):
         raise ValueError(f"{operation}: path is {text!r}: pass the name of a folder to be made.")
@@ -64,7 +65,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether it is a state that `save` or a `Writer` has made."""
+    """Return whether it is a state of `save` or of a `Writer`."""
     try:
         return metadata.KEY in json.loads(store.root(path))["attributes"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -72,9 +73,9 @@ def is_ours(path: Path) -> bool:
 
 
 def look(path: Path) -> tuple[Path, bytes]:
-    """Where a state is, and the root's metadata. Raises FileNotFoundError if there is none.
+    """Return the place of a state, and the root's metadata. Raise FileNotFoundError if there is no state.
 
-    While another job replaces the state, it is under one of two names, and never at a time under none.
+    While another job replaces the state, it always has one of two names.
     """
     for _ in range(_LOOKS):
         for place in (path, replaced(path)):
@@ -84,7 +85,7 @@ def look(path: Path) -> tuple[Path, bytes]:
 
 
 def discard(path: Path) -> None:
-    """Removes a folder; of a file or a link that has its name, that alone. Another job may be removing it, too."""
+    """Remove a folder, a file or a link (not what it leads to). Another job may be removing it, too."""
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -93,7 +94,7 @@ def discard(path: Path) -> None:
 
 
 class Lock:
-    """A lock of a folder, which is held until `release`, or until the process ends. As a context it is released."""
+    """A lock of a folder, which is held until `release`, until the context ends, or until the process ends."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -103,8 +104,8 @@ class Lock:
         return self._file is not None
 
     def take(self, path: Path, operation: str) -> None:
-        """Locks the folder that has this name. Raises BlockingIOError if it is locked, by another job or by this
-        process; FileNotFoundError if there is none."""
+        """Lock the folder that has this name. Raise BlockingIOError if another job or this process has locked it, and
+        FileNotFoundError if it does not exist."""
         while not self.holds(path):
             self.release()
             self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -112,7 +113,7 @@ class Lock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    return  # this file system has none
+                    return  # this file system has no locks
                 self.release()
                 raise BlockingIOError(
                     f"{operation}: {path} is being written, by another job, or by a Writer of this one that is not "
@@ -120,31 +121,31 @@ class Lock:
                 ) from None
 
     def make(self, path: Path, operation: str) -> None:
-        """Makes the folder, unless it is there, and locks it. Raises BlockingIOError as `take` does."""
+        """Make the folder, unless it exists, and lock it. Raise BlockingIOError as `take` does."""
         while not self.is_held:
             if path.is_symlink() or (is_there(path) and not path.is_dir()):
                 discard(path)
             path.mkdir(exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # its owner has renamed or removed it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another job has renamed or removed it in between
                 self.take(path, operation)
 
     def holds(self, path: Path) -> bool:
-        """Whether the folder that is locked has this name."""
+        """Return whether the locked folder has this name."""
         try:
             return self._file is not None and os.path.samestat(os.fstat(self._file), os.stat(path))
         except FileNotFoundError:
             return False
 
     def moved(self) -> "Lock":
-        """The lock as another object, which releases it."""
-        found = Lock()
-        found._file, self._file = self._file, None
-        return found
+        """Return the lock as another object, and give it up here."""
+        lock = Lock()
+        lock._file, self._file = self._file, None
+        return lock
 
     def release(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # also for processes that have been forked meanwhile
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # a process forked in between also holds the file
             os.close(self._file)
             self._file = None
 
@@ -158,11 +159,11 @@ class Lock:
 
 
 def begin(path: Path, overwrite: bool, operation: str, new: Lock, old: Lock) -> None:
-    """Makes the empty folder in which a state is written, and locks it, and the state that will be replaced. Removes
-    what a run that died has left.
+    """Make the empty folder in which a state is written. Lock it, and the state that will be replaced. Remove the
+    remains of a run that died.
 
-    Raises FileExistsError if there is something that may not be replaced, OSError if it is being written. Then the
-    caller calls `drop`.
+    Raise FileExistsError if something exists that must not be replaced, OSError if it is being written. Then the caller
+    calls `drop`.
     """
     folder = partial(path)
     make_parents(folder)
@@ -182,14 +183,14 @@ def begin(path: Path, overwrite: bool, operation: str, new: Lock, old: Lock) -> 
 
 
 def _put_back(path: Path) -> None:
-    """Gives an old state its name back, if a run died while it replaced it. The caller has locked the hidden folder of
-    what is being written, so no other job is between its two renames."""
+    """Give an old state its name back, if a run died while it replaced it. The caller has locked the hidden folder of
+    the new state, so no other job is between its two renames."""
     if not is_there(path) and is_there(replaced(path)):
         os.rename(replaced(path), path)
 
 
 def make_parents(path: Path) -> None:
-    """Makes the folders that a path is in. Those that are made go again if one cannot be made."""
+    """Make the folders that contain a path. If one cannot be made, remove the others again."""
     absent = [parent for parent in path.parents if not is_there(parent)]
     try:
         for parent in reversed(absent):
@@ -202,9 +203,9 @@ def make_parents(path: Path) -> None:
 
 
 def publish(path: Path, new: Lock, old: Lock, operation: str) -> None:
-    """Gives the state its name. The old one that is locked is removed.
+    """Give the state its name. Remove the locked old one.
 
-    Raises OSError if the folder that was written, or the old state, is no longer the one that is locked.
+    Raise OSError if the written folder or the old state is no longer the locked one.
     """
     if not new.holds(partial(path)) or (old.is_held and not old.holds(path)) or (is_there(path) and not old.is_held):
         raise FileExistsError(
@@ -217,17 +218,17 @@ def publish(path: Path, new: Lock, old: Lock, operation: str) -> None:
     except BaseException:
         _put_back(path)
         raise
-    shutil.rmtree(replaced(path), ignore_errors=True)  # what cannot be removed now goes with the next state
+    shutil.rmtree(replaced(path), ignore_errors=True)  # the next save removes the rest
 
 
 def drop(path: Path, new: Lock) -> None:
-    """Removes what has been written of a state, as far as that is possible."""
+    """Remove the written part of a state, as far as possible."""
     if new.holds(partial(path)):
         shutil.rmtree(partial(path), ignore_errors=True)
 
 
 def remove(path: Path, operation: str) -> None:
-    """Removes a state: it is gone at once, whatever happens then. It stays if another job is writing it."""
+    """Remove a state. It disappears at once, even if this process dies. It stays if another job is writing it."""
     with Lock() as lock, contextlib.suppress(FileNotFoundError, BlockingIOError):
         lock.take(path, operation)
         discard(removed(path))
@@ -236,12 +237,12 @@ def remove(path: Path, operation: str) -> None:
 
 
 def numbers(folder: Path) -> list[int]:
-    """The numbers that are names in a folder of checkpoints, in ascending order; some may not be states of ours."""
+    """Return the names in a folder of checkpoints that are numbers, in ascending order. Some may not be our states."""
     if not folder.is_dir():
         return []
     names = [match for name in os.listdir(folder) if (match := _STATE.fullmatch(name))]
-    found = {match[2] for match in names if (match[1], match[3]) in (("", ""), (".", ".replaced"))}
-    return sorted(int(name) for name in found if numbered(folder, int(name)).name == name)
+    known = {match[2] for match in names if (match[1], match[3]) in (("", ""), (".", ".replaced"))}
+    return sorted(int(name) for name in known if numbered(folder, int(name)).name == name)
 
 
 def numbered(folder: Path, number: int) -> Path:
@@ -249,7 +250,7 @@ def numbered(folder: Path, number: int) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The path of the state with the largest number; None if there is none."""
+    """Return the path of the state with the largest number, or None if there is none."""
     paths = (numbered(folder, number) for number in reversed(numbers(folder)))
     return next((path for path in paths if _is_state(path)), None)
 
@@ -262,8 +263,8 @@ def _is_state(path: Path) -> bool:
 
 
 def tidy(folder: Path, operation: str) -> None:
-    """Removes what runs that have died have left in a folder of checkpoints, and puts back what they were replacing.
-    Raises OSError if another job is writing there."""
+    """Remove the remains of runs that died from a folder of checkpoints, and put back the states that they replaced.
+    Raise OSError if another job is writing there."""
     if not folder.is_dir():
         return
     for name in os.listdir(folder):
@@ -273,7 +274,7 @@ def tidy(folder: Path, operation: str) -> None:
 
 
 def settle(path: Path, operation: str) -> None:
-    """Removes what a run that died has left beside a state, and puts back what it was replacing."""
+    """Remove the remains of a run that died beside a state, and put back the state that it replaced."""
     with Lock() as new, Lock() as old:
         new.make(partial(path), operation)
         try:
@@ -287,7 +288,7 @@ def settle(path: Path, operation: str) -> None:
 
 
 def prune(folder: Path, keep: int, written: int, operation: str) -> None:
-    """Removes all states but so many: the one that has been written, and the newest ones. What is not ours stays."""
+    """Remove all states but `keep`: the one that was just written, and the newest ones. Leave what is not ours."""
     others = [number for number in numbers(folder) if number != written and is_ours(numbered(folder, number))]
     for number in others[: max(0, len(others) - keep + 1)]:
         remove(numbered(folder, number), operation)
@@ -295,12 +296,12 @@ def prune(folder: Path, keep: int, written: int, operation: str) -> None:
 
 @contextlib.contextmanager
 def naming(what: str, path: Any) -> Iterator[None]:
-    """Says in an error of the file system what could not be done."""
+    """Add to an error of the file system what failed."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # it is one of ours, which says that
+        if error.errno is None:  # an error of jaxmpi, which already says what failed
             raise
-        said = type(error)(f"{what} {path}: {error.strerror}")
-        said.errno = error.errno
-        raise said from error
+        named = type(error)(f"{what} {path}: {error.strerror}")
+        named.errno = error.errno
+        raise named from error

@@ -1,8 +1,8 @@
-"""What is stored as what: Zarr's dtypes hold the values of all others exactly, and their bits come back.
+"""The dtypes in files. Zarr's dtypes hold the values of all others exactly, and their bits can be restored.
 
-A dtype that other programs do not know, such as bfloat16 or int4, is stored in the smallest one of NumPy that has all
-of its values. So other programs read right numbers, and the name of the dtype, which is kept beside them, is enough to
-restore each bit.
+Other programs do not know some dtypes, for example bfloat16 or int4. Values of these are stored in the smallest dtype
+of NumPy that has all of them. So other programs read right numbers. The name of the dtype, which is stored with the
+values, is enough to restore each bit.
 """
 
 import functools
@@ -28,21 +28,21 @@ _WIDER = {
     "uint2": "uint8",
     "uint4": "uint8",
 }
-"""What those dtypes are stored as that are not floating-point numbers in one byte with a sign: these fit in float16."""
+"""The stored dtype of each dtype that Zarr lacks. Other floating-point numbers of one byte fit in float16."""
 
 
 def named(name: str) -> np.dtype:
-    """The dtype of a name. Raises TypeError for a name that is not known here."""
+    """Return the dtype of a name. Raise TypeError for an unknown name."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def in_files(dtype: np.dtype) -> np.dtype:
-    """The dtype in the byte order of files, which is that of most machines: there it is the usual object."""
+    """Return the dtype in the byte order of files. On most machines it is the usual object."""
     return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
 
 
 def stored(dtype: Any) -> np.dtype:
-    """The dtype in which values are stored. Raises TypeError if there is none that has them all."""
+    """Return the dtype in which values are stored. Raise TypeError if no dtype holds them all."""
     kind = np.dtype(dtype)
     if kind.name in _PLAIN:
         return in_files(np.dtype(kind.name))
@@ -54,9 +54,9 @@ def stored(dtype: Any) -> np.dtype:
 
 
 def encode(values: np.ndarray) -> np.ndarray:
-    """The values in the dtype in which they are stored; the array itself where that is its own."""
+    """Return the values in the stored dtype. Return the array itself if it already has this dtype."""
     there = stored(values.dtype)
-    if values.dtype.name == "bfloat16":  # its bits are the upper half of those of float32
+    if values.dtype.name == "bfloat16":  # the bits of bfloat16 are the upper half of the bits of float32
         return np.asarray(values.view(np.uint16).astype(np.uint32) << 16).view(there)
     if _is_floating(values.dtype) and values.dtype.itemsize == 1:
         return np.asarray(_table(values.dtype.name)[values.view(np.uint8)])
@@ -64,15 +64,15 @@ def encode(values: np.ndarray) -> np.ndarray:
 
 
 def decode(values: np.ndarray, name: str) -> np.ndarray:
-    """Stored values in the dtype of this name."""
+    """Return stored values in the dtype of this name."""
     dtype = named(name)
     if name == "bfloat16":
         return np.asarray(_contiguous(values).view(np.uint32) >> 16).astype(np.uint16).view(dtype)
     if dtype.itemsize == 1 and _is_floating(dtype):
         with np.errstate(all="ignore"):
-            found = values.astype(dtype)
+            converted = values.astype(dtype)
         _, payload = _of_nan(values)
-        return np.where(np.isnan(values), payload.astype(np.uint8), found.view(np.uint8)).view(dtype)
+        return np.where(np.isnan(values), payload.astype(np.uint8), converted.view(np.uint8)).view(dtype)
     return values.astype(dtype, copy=False)
 
 
@@ -82,7 +82,7 @@ def _is_floating(dtype: np.dtype) -> bool:
 
 @functools.cache
 def _table(name: str) -> np.ndarray:
-    """The stored value of each byte. What is not a number has the byte in its last bits."""
+    """Return the stored value of each byte. A NaN has the byte in its last bits."""
     every = np.arange(256, dtype=np.uint8)
     values = every.view(named(name)).astype(stored(named(name)))
     quiet, _ = _of_nan(values)
@@ -91,12 +91,12 @@ def _table(name: str) -> np.ndarray:
 
 
 def _of_nan(values: np.ndarray) -> tuple[int, np.ndarray]:
-    """The bits of a value that is not a number, and the last bits of all values."""
+    """Return the bits of a NaN, and the last bits of all values."""
     bits = np.dtype(f"u{values.itemsize}")
     quiet = int(np.array(np.nan, values.dtype).view(bits))
     return quiet, _contiguous(values).view(bits) & 0xFF
 
 
 def _contiguous(values: np.ndarray) -> np.ndarray:
-    """The values in one piece of memory, in their shape: `np.ascontiguousarray` gives an array without axes one."""
+    """Return the values in one piece of memory, in the same shape. `np.ascontiguousarray` adds an axis to a scalar."""
     return np.asarray(values, order="C")

@@ -1,6 +1,6 @@
-"""How a tree is stored: for each leaf the array in the file, and how this rank comes by its part of it.
+"""The layout of a tree in a file: for each leaf the stored array, and the source of this rank's part of it.
 
-It is found on each rank by itself, from the arguments alone; ranks then compare what must be the same.
+Each rank computes it by itself, from the arguments alone. Then ranks compare the values that must be the same.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jaxmpi._files import dtypes, metadata, records, rows, trees
 from jaxmpi._files.chunks import Blocks, Region, Whole
 from jaxmpi._files.records import Record
 from jaxmpi._files.rows import Indices, Rows
-from jaxmpi._grid import arguments as given
+from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Grid
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, survival
@@ -29,35 +29,35 @@ from jaxmpi._mpi.waiting import waiting
 from jaxmpi._unstructured.index_map import IndexMap
 
 _ADVICE = (
-    " Pass its block by the grid; width= says what halo it has, axes= which axes are the grid's, and a tree as grid= "
-    'which leaves are fields: {"state": grid, "step": None}.'
+    " Pass the block by the grid; width= gives the halo, axes= the axes that are the grid's, and a tree as grid= the "
+    'leaves that are fields: {"state": grid, "step": None}.'
 )
 
 
 @dataclass
-class Part:
+class StoredArray:
     """A leaf, and the array in the file."""
 
     record: Record
     value: Any
     source: Blocks | Rows | Indices | Whole | None
-    """Where this rank's region comes from; None for what no array holds."""
+    """The source of this rank's region. None: no array holds the value."""
     dims: tuple[str, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which it is stored."""
+        """The dtype in the file."""
         return dtypes.stored(dtypes.named(self.record.dtype))
 
     def bits(self) -> np.ndarray:
-        """The whole of an array that is not divided."""
+        """Return all values of an array that is not divided."""
         return tiles.values_of(self.value)
 
 
 @dataclass
 class Options:
-    """The arguments of `save` and of `Writer` that say how arrays are stored."""
+    """The arguments of `save` and of `Writer` that determine how arrays are stored."""
 
     width: Any = 0
     axes: Any = None
@@ -66,11 +66,11 @@ class Options:
     coords: Any = None
     attrs: Any = None
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shapes of chunks of arrays that are in a file already."""
+    """The shapes of chunks of arrays in an existing file."""
 
 
 def communicator(divisions: Any, comm: Any, operation: str) -> MPI.Comm:
-    """The communicator of the first division, or the one that was given."""
+    """Return the communicator of the first division, or else `comm`."""
     communicators.resolve(comm, operation)
     for first in divided(divisions):
         first._check_alive(operation)
@@ -79,30 +79,30 @@ def communicator(divisions: Any, comm: Any, operation: str) -> MPI.Comm:
 
 
 def divided(divisions: Any) -> list[Any]:
-    """The grids and maps in a tree of divisions."""
+    """Return the grids and maps in a tree of divisions."""
     return [x for x in jax.tree.leaves(divisions, is_leaf=trees.is_division) if isinstance(x, Grid | IndexMap)]
 
 
 @contextlib.contextmanager
 def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracomm]:
-    """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all, and
-    within it what tells of a death is a ProcessFailed."""
+    """Yield the clone on which ranks agree. Share the facts about maps that all ranks need. Raise errors of one rank on
+    all. In the context, errors of MPI that mean a death become ProcessFailed."""
     internals.check_outside(operation)
-    its, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
-    known = communicators.resolve(its, operation)
-    its = communicators.default_mpi() if its is None else its
-    with survival.failing(its, f"io.{operation}"):
-        with waiting(known, f"io.{operation}"):  # a rank that does not come is reported by the others
-            clone = clone_of(its)
+    known_comm, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
+    known = communicators.resolve(known_comm, operation)
+    known_comm = communicators.default_mpi() if known_comm is None else known_comm
+    with survival.failing(known_comm, f"io.{operation}"):
+        with waiting(known, f"io.{operation}"):  # if a rank does not come, the others report it
+            clone = clone_of(known_comm)
             listed = divided(divisions) if failure is None else []
             if failure is None:
                 _, failure = agreement.attempt(lambda: _check_ranks(listed, comm, clone, operation))
-            rows.learn(clone, operation, [its for its in listed if isinstance(its, IndexMap)], failure)
+            rows.learn(clone, operation, [division for division in listed if isinstance(division, IndexMap)], failure)
         yield clone
 
 
 def _check_ranks(listed: Sequence[Any], comm: MPI.Comm | None, clone: MPI.Intracomm, operation: str) -> None:
-    """Raises ValueError unless all grids and maps, and the communicator that was given, have the same ranks."""
+    """Raise ValueError unless all grids and maps, and the communicator of the user, have the same ranks."""
     for division in listed:
         division._check_alive(operation)
     for other in (*(division.comm for division in listed), *([] if comm is None else [comm])):
@@ -113,8 +113,8 @@ def _check_ranks(listed: Sequence[Any], comm: MPI.Comm | None, clone: MPI.Intrac
             )
 
 
-def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, operation: str) -> list[Part]:
-    """The leaves of a tree, each with its array in the file and its source. Raises TypeError or ValueError."""
+def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, operation: str) -> list[StoredArray]:
+    """Return the leaves of a tree, each with its array in the file and its source. Raise TypeError or ValueError."""
     names, leaves = trees.leaves(tree, operation)
     each = trees.spread(divisions, tree, operation)
     for division in each:
@@ -122,21 +122,21 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
             division._check_alive(operation)
     check_needed(divided(divisions), options, operation)
     dims = Dimensions(each, options.dims, operation)
-    found: list[Part] = []
+    arrays: list[StoredArray] = []
     indices: dict[str, Rows] = {}
     widths = trees.spread_width(options.width, tree, operation)
     for name, x, division, width in zip(names, leaves, each, widths, strict=True):
         record = records.describe(name, x, operation)
         x = records.native(x)
-        its = _axes_of(division)
-        if division is None or len(record.shape) < its or record.type not in ("jax", "numpy", "key"):
+        axes = _axes_of(division)
+        if division is None or len(record.shape) < axes or record.type not in ("jax", "numpy", "key"):
             part = whole(record, x, comm)
         elif isinstance(division, Grid):
             part = _blocks(record, x, division, width, options, operation)
         else:
             part = _rows(record, x, division, comm, options, operation)
         part.dims = dims.of(part, division)
-        found.append(part)
+        arrays.append(part)
         if isinstance(part.source, Rows) and part.source.numbering.has_gaps:
             index = part.dims[0]
             part.record = dataclasses.replace(part.record, index=index)
@@ -146,28 +146,26 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
             f"{operation}: a leaf of the tree and the indices of rows are both called {min(clash)!r}: rename the leaf, "
             "or pass dims=."
         )
-    return [*found, *(_indices(name, source) for name, source in indices.items())]
+    return [*arrays, *(_indices(name, source) for name, source in indices.items())]
 
 
 def check_needed(divisions: Sequence[Any], options: Options, operation: str) -> None:
-    """Raises ValueError for arguments that say something of fields, where there are no such fields."""
-    of_grid = options.axes is not None or any(its != 0 for its in jax.tree.leaves(options.width))
+    """Raise ValueError if there are arguments for fields, and no fields."""
+    of_grid = options.axes is not None or any(width != 0 for width in jax.tree.leaves(options.width))
     if of_grid and not any(isinstance(division, Grid) for division in divisions):
-        raise ValueError(
-            f"{operation}: width and axes are those of fields of a Grid, and here is none: pass it as grid=."
-        )
+        raise ValueError(f"{operation}: width and axes are for fields of a Grid, and there is none: pass it as grid=.")
     if options.chunks is None:
         return
-    if given.is_listed(options.chunks):
+    if checks.is_listed(options.chunks):
         _check_lengths(options.chunks, divisions, operation, "chunks")
     elif not divisions:
-        raise ValueError(f"{operation}: chunks is that of fields, and here are none: pass a Grid or IndexMap as grid=.")
+        raise ValueError(f"{operation}: chunks is for fields, and there are none: pass a Grid or IndexMap as grid=.")
 
 
-def check_names(found: Sequence[Part], operation: str) -> None:
-    """Raises ValueError for a number that is called as an axis is, for which xarray could not open the file."""
-    dims = {dim for part in found for dim in part.dims}
-    for part in found:
+def check_names(arrays: Sequence[StoredArray], operation: str) -> None:
+    """Raise ValueError if a number and an axis have the same name, because xarray could not open the file."""
+    dims = {dim for part in arrays for dim in part.dims}
+    for part in arrays:
         if part.record.name in dims and part.source is not None and not part.dims:
             raise ValueError(
                 f"{operation}: a leaf of the tree and an axis are both called {part.record.name!r}: rename the "
@@ -179,18 +177,18 @@ def _axes_of(division: Any) -> int:
     return len(division.processes) if isinstance(division, Grid) else 1
 
 
-def whole(record: Record, x: Any, comm: MPI.Comm) -> Part:
-    """What is the same on all ranks."""
+def whole(record: Record, x: Any, comm: MPI.Comm) -> StoredArray:
+    """Return a leaf that is the same on all ranks."""
     if not record.stored:
-        return Part(record, x, None)
+        return StoredArray(record, x, None)
     x = records.array(record, x)
     dtype = dtypes.stored(dtypes.named(record.dtype))
-    return Part(record, x, tiles.whole((*record.shape, *record.words), dtype, comm.rank, comm.size))
+    return StoredArray(record, x, tiles.whole((*record.shape, *record.words), dtype, comm.rank, comm.size))
 
 
-def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, operation: str) -> Part:
+def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, operation: str) -> StoredArray:
     grid._need_shape(operation)
-    widths = given.widths(width, len(grid.processes), operation)
+    widths = checks.widths(width, len(grid.processes), operation)
     expected = [size + sum(pair) for size, pair in zip(grid.local_shape, widths, strict=True)]
     cut = grid._cut(x.shape, options.axes, expected, operation, record.name, _ADVICE)
     axes = tuple(axis % x.ndim for axis in cut.axes)
@@ -199,10 +197,10 @@ def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, op
     dtype = dtypes.stored(dtypes.named(record.dtype))
     sizes = chunk_sizes(options.chunks, len(axes), operation)
     kept = options.kept.get(record.name)
-    return Part(record, x, tiles.blocks(grid, (*shape, *record.words), axes, widths, dtype, sizes, kept))
+    return StoredArray(record, x, tiles.blocks(grid, (*shape, *record.words), axes, widths, dtype, sizes, kept))
 
 
-def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: Options, operation: str) -> Part:
+def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: Options, operation: str) -> StoredArray:
     if x.shape[0] != sum(map.sizes):
         raise ValueError(
             f"{operation}: {record.name} has shape {x.shape}, and its first axis must have this rank's "
@@ -215,31 +213,31 @@ def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: O
     dtype = dtypes.stored(dtypes.named(record.dtype))
     shape = (*x.shape[1:], *record.words)
     region, run = rows.source(numbering, comm, shape, dtype, sizes[0] if sizes else None)
-    return Part(record, x, Rows(region, map, numbering, comm, run))
+    return StoredArray(record, x, Rows(region, map, numbering, comm, run))
 
 
-def _indices(name: str, its: Rows) -> Part:
-    """The coordinate that says which rows there are."""
-    run = its.region.points[0]
-    region = Region((its.numbering.total,), its.region.chunks[:1], (run,))
+def _indices(name: str, source: Rows) -> StoredArray:
+    """Return the coordinate with the indices of the rows."""
+    run = source.region.points[0]
+    region = Region((source.numbering.total,), source.region.chunks[:1], (run,))
     record = Record(name, "index", "int64", region.shape, "rows", (0,))
-    return Part(record, None, Indices(region, its.map, its.numbering, its.comm, its.run), (name,))
+    return StoredArray(record, None, Indices(region, source.map, source.numbering, source.comm, source.run), (name,))
 
 
 def chunk_sizes(chunks: Any, axes: int, operation: str) -> tuple[int, ...] | None:
-    """The sizes of chunks along the axes of a division, where they are given for as many axes."""
+    """Return the sizes of chunks along the axes of a division, if the user has passed them for as many axes."""
     if chunks is None:
         return None
-    listed = given.integers(chunks, operation, "chunks")
+    listed = checks.integers(chunks, operation, "chunks")
     if min(listed, default=0) < 1:
         raise ValueError(f"{operation}: chunks is {chunks}: pass sizes of 1 or more along the axes of the grid.")
-    if not given.is_listed(chunks):
+    if not checks.is_listed(chunks):
         return tuple(listed * axes)
     return tuple(listed) if len(listed) == axes else None
 
 
 def _check_lengths(listed: Any, each: Sequence[Any], operation: str, name: str) -> None:
-    """Raises ValueError if no division has as many axes as the list has entries."""
+    """Raise ValueError if no division has as many axes as the list has entries."""
     counts = sorted({_axes_of(division) for division in each if division is not None})
     if len(listed) not in counts:
         raise ValueError(
@@ -252,7 +250,7 @@ def _check_lengths(listed: Any, each: Sequence[Any], operation: str, name: str) 
 
 
 class Dimensions:
-    """The names of the axes of arrays: arrays that have one in common have the same size along it."""
+    """The names of the axes of arrays. Arrays that share a name have the same size along that axis."""
 
     def __init__(self, each: Sequence[Any], names: Any, operation: str):
         self._operation = operation
@@ -272,7 +270,7 @@ class Dimensions:
         self._meanings: dict[str, tuple[int, Any]] = {}
         self._known: dict[Any, list[str]] = {}
 
-    def of(self, part: Part, division: Any) -> tuple[str, ...]:
+    def of(self, part: StoredArray, division: Any) -> tuple[str, ...]:
         if part.source is None:
             return ()
         record, shape = part.record, part.source.region.shape
@@ -284,44 +282,44 @@ class Dimensions:
         return tuple(names)
 
     def _base(self, division: Any, sizes: Sequence[int]) -> list[str]:
-        """The names of the axes of a division. Grids of one shape have them in common."""
+        """Return the names of the axes of a division. Grids of one shape share them."""
         of_grid = isinstance(division, Grid)
         token = tuple(sizes) if of_grid else division
         if token in self._known:
             return self._known[token]
-        given = self._names is not None and len(self._names) == len(sizes)
+        named = self._names is not None and len(self._names) == len(sizes)
         default = [f"axis_{axis}" for axis in range(len(sizes))] if of_grid else ["index"]
-        base = self._names if given and self._names else default
+        base = self._names if named and self._names else default
         meanings = [(size, None if of_grid else division) for size in sizes]
         for number in itertools.count():
             names = [f"{name}_{number}" if number else name for name in base]
-            its = dict(zip(names, meanings, strict=True))
-            if all(self._meanings.get(name, meaning) == meaning for name, meaning in its.items()):
+            meanings_by_name = dict(zip(names, meanings, strict=True))
+            if all(self._meanings.get(name, meaning) == meaning for name, meaning in meanings_by_name.items()):
                 break
-            if given:
+            if named:
                 raise ValueError(
                     f"{self._operation}: dims={names} would name the axes of two grids or maps that differ: leave dims "
                     "out, or save them to different files."
                 )
-        self._meanings.update(its)
+        self._meanings.update(meanings_by_name)
         self._known[token] = names
         return names
 
 
-def coordinates(found: Sequence[Part], coords: Any, comm: MPI.Comm, operation: str) -> list[Part]:
-    """The coordinates, as arrays of the names of their dimensions."""
+def coordinates(arrays: Sequence[StoredArray], coords: Any, comm: MPI.Comm, operation: str) -> list[StoredArray]:
+    """Return the coordinates, as arrays with the names of their dimensions."""
     if coords is None:
         return []
     if not isinstance(coords, Mapping):
         raise TypeError(f"{operation}: coords is {coords!r:.60}: pass a dict with an array for a dimension's name.")
     sizes = {
         dim: size
-        for part in found
+        for part in arrays
         if part.source
         for dim, size in zip(part.dims, part.source.region.shape, strict=True)
     }
-    taken = {part.record.name for part in found}
-    made = []
+    taken = {part.record.name for part in arrays}
+    listed = []
     for name, values in coords.items():
         array = np.asarray(values)
         if name not in sizes:
@@ -331,20 +329,20 @@ def coordinates(found: Sequence[Part], coords: Any, comm: MPI.Comm, operation: s
         if array.shape != (sizes[name],):
             raise ValueError(
                 f"{operation}: the coordinate {name!r} has shape {array.shape}, and the global array {sizes[name]} "
-                "points there: pass those of all ranks."
+                "points there: pass the coordinates of all ranks."
             )
         trees.check_name(name, f"the coordinate {name!r}", operation)
         part = whole(records.describe(name, array, operation), array, comm)
         part.dims = (name,)
-        made.append(part)
-    return made
+        listed.append(part)
+    return listed
 
 
-def attributes(found: Sequence[Part], attrs: Any, operation: str) -> dict[str, Any]:
-    """Gives arrays their attributes, and returns those of the group."""
+def attributes(arrays: Sequence[StoredArray], attrs: Any, operation: str) -> dict[str, Any]:
+    """Set the attributes of arrays, and return the attributes of the group."""
     if attrs is None:
         return {}
-    if not isinstance(attrs, Mapping) or not all(isinstance(its, Mapping) for its in attrs.values()):
+    if not isinstance(attrs, Mapping) or not all(isinstance(entry, Mapping) for entry in attrs.values()):
         raise TypeError(
             f'{operation}: attrs must be a dict with a dict for the name of an array ("h", "state.h"), or "" for the '
             "group."
@@ -352,15 +350,15 @@ def attributes(found: Sequence[Part], attrs: Any, operation: str) -> dict[str, A
     try:
         plain = json.loads(json.dumps(dict(attrs), default=_plain, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{operation}: attrs has what JSON cannot hold: {error}") from error
+        raise TypeError(f"{operation}: attrs has a value that JSON cannot hold: {error}") from error
     of_group = dict(plain.pop("", {}))
     if metadata.KEY in of_group:
         raise ValueError(f"{operation}: attrs of the group has {metadata.KEY!r}, where the tree is kept: rename it.")
-    by_name = {part.record.name: part for part in found}
-    for name, its in plain.items():
+    by_name = {part.record.name: part for part in arrays}
+    for name, entry in plain.items():
         if name not in by_name:
             raise ValueError(f"{operation}: attrs has {name!r}, and the arrays are {', '.join(by_name)}.")
-        by_name[name].attributes = its
+        by_name[name].attributes = entry
     return of_group
 
 

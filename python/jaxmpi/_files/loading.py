@@ -17,7 +17,7 @@ from jaxmpi._files import chunks, commit, dtypes, layout, metadata, rows, store,
 from jaxmpi._files.chunks import Interval
 from jaxmpi._files.layout import Options
 from jaxmpi._files.records import Record
-from jaxmpi._grid import arguments as given
+from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Halo
 from jaxmpi._jax import internals
@@ -27,7 +27,7 @@ from jaxmpi._unstructured.index_map import IndexMap
 
 _PYTHON = {"int": int, "float": float, "complex": complex, "bool": bool}
 _TRIES = 50
-"""How often a state is read anew because another job has replaced it meanwhile."""
+"""How often a state is read again because another job has replaced it in between."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class State:
     arrays: Mapping[str, store.Stored]
 
     @staticmethod
-    def of(path: Path, data: bytes, operation: str) -> "State":
-        """Raises ValueError if the metadata are not those of a state, or are damaged."""
+    def from_bytes(path: Path, data: bytes, operation: str) -> "State":
+        """Read metadata. Raise ValueError if they are not the metadata of a state, or are damaged."""
         root = metadata.decode(path, data, operation)
         if root is None:
             raise ValueError(
@@ -49,20 +49,20 @@ class State:
             )
         if "series" in root.text:
             raise ValueError(
-                f"{operation}: {path} is a series of a jaxmpi.io.Writer: read it with xarray or zarr; to go on from, "
-                "save a state with jaxmpi.io.checkpoint."
+                f"{operation}: {path} is a series of a jaxmpi.io.Writer: read it with xarray or zarr. To continue from "
+                "a state, save it with jaxmpi.io.checkpoint."
             )
-        return metadata.parsed(path, partial(State._of, path, root), operation)
+        return metadata.parsed(path, partial(State._from_root, path, root), operation)
 
     @staticmethod
-    def _of(path: Path, root: metadata.Root) -> "State":
-        records = {record.name: record for record in map(Record.of_json, root.text["leaves"])}
+    def _from_root(path: Path, root: metadata.Root) -> "State":
+        records = {record.name: record for record in map(Record.from_json, root.text["leaves"])}
         sums = root.text.get("sums")
         arrays = {}
         for name, record in records.items():
             if record.stored:
-                its = None if sums is None else metadata.unpack(sums[name])
-                arrays[name] = store.Stored.of(path / name, root.arrays[name], its)
+                sums_of_chunks = None if sums is None else metadata.unpack(sums[name])
+                arrays[name] = store.Stored.from_meta(path / name, root.arrays[name], sums_of_chunks)
                 _check_stored(record, arrays[name])
             elif record.type != "str":
                 int(record.value or "")
@@ -72,7 +72,7 @@ class State:
 
 
 def _check_stored(record: Record, stored: store.Stored) -> None:
-    """Raises ValueError unless an array is what the record of its leaf says."""
+    """Raise ValueError unless an array matches the record of its leaf."""
     dtype, shape = dtypes.stored(dtypes.named(record.dtype)), (*record.shape, *record.words)
     if (stored.dtype, stored.shape) != (dtype, shape) or any(not 0 <= axis < len(shape) for axis in record.axes):
         raise ValueError(f"{record} is stored as {stored.dtype} of shape {stored.shape}")
@@ -84,7 +84,7 @@ class _Replaced(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A leaf that is read: what it is in the file, what is made of it, and how it is divided."""
+    """A leaf to read: the record in the file with the wanted type, and the division here."""
 
     record: Record
     division: Any
@@ -93,7 +93,7 @@ class Wanted:
     widths: Any
 
     def text(self) -> str:
-        """What all ranks must have alike."""
+        """Return the text that must be the same on all ranks."""
         return f"{self.record}, loaded along {self.axes} with width {self.widths}"
 
 
@@ -106,31 +106,31 @@ def load(
     comm: MPI.Comm | None = None,
     like: Any = None,
 ) -> Any:
-    """Loads a tree that `save` has saved: on any grid and any number of ranks, each of which reads what it needs.
+    """Load a tree that `save` has saved: on any grid and any number of ranks. Each rank reads what it needs.
 
     All ranks call it, outside of compiled functions.
 
     Args:
       path: the folder.
-      grid: how fields are divided among the ranks: a `Grid` of the global shape with which they were saved; for rows an
-        `IndexMap` of the same rows, in any division. None: each rank gets all of them. Or a tree of these that is a
-        prefix of the tree. What was not divided is the same on all ranks.
-      width: of the halo that fields get, as in `Grid.scatter`: cells of neighbours, and zeros at walls. Or a dict with
-        those of some keys of the tree.
-      axes: which axes of the fields are those of the Grid. None: those with which they were saved.
-      comm: an intra-communicator, where there is no grid; a clone of COMM_WORLD where it is None.
-      like: a tree of arrays, `jax.ShapeDtypeStruct`, or Python values that says what is loaded, and of which types:
-        arrays of NumPy where it has such. None: the tree that was saved, of dicts, lists and tuples. A tree with other
-        nodes, such as NamedTuples or states of optax, needs it. The file may have more.
+      grid: the division of fields among the ranks: a `Grid` of the global shape with which they were saved, or for rows
+        an `IndexMap` of the same rows, in any division. None: each rank gets all of them. Or a tree of these that is a
+        prefix of the tree. Values that were not divided are the same on all ranks.
+      width: the width of the halo of the fields, as in `Grid.scatter`: cells of neighbours, and zeros at walls. Or a
+        dict with widths for some keys of the tree.
+      axes: which axes of the fields belong to the Grid. None: the same as when they were saved.
+      comm: an intra-communicator, if there is no grid. None: a clone of COMM_WORLD.
+      like: a tree of arrays, `jax.ShapeDtypeStruct`, or Python values. It determines which leaves are loaded, and their
+        types: where it has an array of NumPy, the result has one. None: the tree that was saved, of dicts, lists and
+        tuples. A tree with other nodes, for example NamedTuples or states of optax, needs it. The file may have more.
 
     Returns:
-      The tree. Blocks have halos of this width; rows are those that this rank owns, then its ghosts.
+      The tree. Blocks have halos of this width. Rows are the rows that this rank owns, then its ghosts.
 
     Raises:
-      ValueError, TypeError: the file has not what `like` has, or other dtypes; the grid has another shape; a map other
-        rows; JAX is without 64-bit types and the file has them; it is no state.
-      OSError: chunks are missing or damaged, or cannot be read; FileNotFoundError: there is no such file.
-        An error of one rank is raised on all of them.
+      ValueError, TypeError: the file lacks a leaf of `like`, or has another dtype. The grid has another shape, or the
+        map other rows. The file has 64-bit types and JAX is without them. Or it is no state.
+      OSError: chunks are missing or damaged, or cannot be read. FileNotFoundError: the file does not exist. An error of
+        one rank is raised on all of them.
     """
     operation = "load"
     with layout.together(grid, comm, operation) as clone:
@@ -140,9 +140,9 @@ def load(
             )
 
             def work(where: Path = where, data: bytes = data) -> tuple[Any, agreement.Facts]:
-                state = State.of(where, data, operation)
+                state = State.from_bytes(where, data, operation)
                 wanted, build = _wanted(state, grid, width, axes, like)
-                return (state, wanted, build), [(its.record.name, its.text()) for its in wanted]
+                return (state, wanted, build), [(leaf.record.name, leaf.text()) for leaf in wanted]
 
             state, wanted, build = agreement.alike(clone, operation, work, _differs)
 
@@ -157,11 +157,11 @@ def load(
 
 
 def _differs(what: str, mine: str, root: str) -> str:
-    return f"{what} is not wanted as on rank 0: {mine[:200]} and {root[:200]}. All ranks call it alike."
+    return f"{what} is not wanted as on rank 0: {mine[:200]} and {root[:200]}. Call it alike on all ranks."
 
 
 def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
-    """Where a state is, and its metadata; on rank 0, which tells the others."""
+    """Return the place of a state, and its metadata. Rank 0 reads them and sends them to the others."""
     store.need(operation)
     whole = Path(commit.place(path, operation))
     if rank > 0:
@@ -180,7 +180,7 @@ def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
 
 
 def _check_read(comm: MPI.Intracomm, failure: Exception | None, path: Any, data: bytes, operation: str) -> None:
-    """Raises on all ranks what one of them could not read; `_Replaced` if the state is another one by now."""
+    """Raise an error of one rank on all ranks. Raise `_Replaced` if another state has taken the place of this one."""
     try:
         agreement.sums(comm, operation, failure)
     except Exception:
@@ -197,7 +197,7 @@ def _is_another(path: Any, data: bytes, operation: str) -> bool:
 
 
 def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
-    """The leaves that are read, and what makes a tree of their values."""
+    """Return the leaves to read, and a function that makes a tree of their values."""
     operation = "load"
     layout.check_needed(layout.divided(grid), Options(width, axes), operation)
     if like is None:
@@ -210,25 +210,27 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
     else:
         structure = jax.tree.structure(like)
         names, targets = trees.leaves(like, operation)
-        there = [record.name for record in state.records.values() if record.type != "index"]
-        absent = [name for name in names if name not in there]
+        listed = [record.name for record in state.records.values() if record.type != "index"]
+        absent = [name for name in names if name not in listed]
         if absent:
-            raise ValueError(f"{operation}: like has {', '.join(absent[:5])}, and {state.path} has {', '.join(there)}.")
+            raise ValueError(
+                f"{operation}: like has {', '.join(absent[:5])}, and {state.path} has {', '.join(listed)}."
+            )
         records = [_retyped(state.records[name], x, operation) for name, x in zip(names, targets, strict=True)]
     tree = jax.tree.unflatten(structure, records)
     each, widths = trees.spread(grid, tree, operation), trees.spread_width(width, tree, operation)
     wanted = []
-    for record, target, division, its_width in zip(records, targets, each, widths, strict=True):
-        its = _place(record, division, its_width, axes, operation)
+    for record, target, division, leaf_width in zip(records, targets, each, widths, strict=True):
+        leaf = _place(record, division, leaf_width, axes, operation)
         _check_possible(record, operation)
         if hasattr(target, "shape"):
-            _check_shape(its, tuple(target.shape), operation)
-        wanted.append(its)
+            _check_shape(leaf, tuple(target.shape), operation)
+        wanted.append(leaf)
     return wanted, lambda values: jax.tree.unflatten(structure, values)
 
 
 def _retyped(record: Record, x: Any, operation: str) -> Record:
-    """The record of a leaf that becomes what `like` has in its place. Raises ValueError for another dtype."""
+    """Return the record of a leaf with the type that `like` has there. Raise ValueError if the dtype differs."""
     kind, dtype = type(x).__name__, getattr(x, "dtype", None)
     if dtype is not None:
         key = keys.is_key(x)
@@ -243,11 +245,11 @@ def _retyped(record: Record, x: Any, operation: str) -> Record:
             kind in _PYTHON and record.type in ("jax", "numpy", "scalar") and not record.shape
         )
     if not same:
-        its = f"of dtype {dtype}" if dtype is not None else f"of type {kind}"
-        there = f"keys of {record.impl}" if record.type == "key" else record.dtype or record.type
+        wanted = f"of dtype {dtype}" if dtype is not None else f"of type {kind}"
+        in_file = f"keys of {record.impl}" if record.type == "key" else record.dtype or record.type
         raise ValueError(
-            f"{operation}: {record.name} in like is {its}, and in the file {record.type} of {there}: pass like= with "
-            "that, and convert what has been loaded."
+            f"{operation}: {record.name} in like is {wanted}, and in the file {record.type} of {in_file}: pass this "
+            "type in like=, and convert the loaded values."
         )
     return dataclasses.replace(record, type=kind, weak="weak" if getattr(x, "weak_type", False) else "")
 
@@ -264,7 +266,7 @@ def _check_possible(record: Record, operation: str) -> None:
 
 
 def _place(record: Record, division: Any, width: Any, axes: Any, operation: str) -> Wanted:
-    """How a leaf is divided here."""
+    """Return the leaf with its division here."""
     if division is None or not record.division:
         return Wanted(record, None, (), (), ())
     division._check_alive(operation)
@@ -285,32 +287,32 @@ def _place(record: Record, division: Any, width: Any, axes: Any, operation: str)
     if axes is None and len(chosen) != count:
         raise ValueError(
             f"{operation}: {record.name} of shape {record.shape} was divided along its axes {record.axes}, and the "
-            f"grid has {count}: axes= says which of the array's those are."
+            f"grid has {count}: axes= says which axes of the array belong to the grid."
         )
     advice = " The grid must have the shape with which it was saved."
     cut = division._cut(record.shape, chosen, division.global_shape, operation, record.name, advice)
-    widths = given.widths(width, count, operation)
+    widths = checks.widths(width, count, operation)
     halo = Halo(division._layout, widths, True)
-    division._check_blocks(halo, given.rules(None, count, operation), f"{operation}: {record.name}")
+    division._check_blocks(halo, checks.rules(None, count, operation), f"{operation}: {record.name}")
     return Wanted(record, division, tuple(axis % len(record.shape) for axis in cut.axes), cut.staggered, widths)
 
 
-def _local_shape(its: Wanted) -> tuple[int, ...]:
-    shape = list(its.record.shape)
-    if isinstance(its.division, IndexMap):
-        shape[0] = sum(its.division.sizes)
-    elif its.division is not None:
-        sizes = zip(its.axes, its.division.local_shape, its.staggered, its.widths, strict=True)
+def _local_shape(leaf: Wanted) -> tuple[int, ...]:
+    shape = list(leaf.record.shape)
+    if isinstance(leaf.division, IndexMap):
+        shape[0] = sum(leaf.division.sizes)
+    elif leaf.division is not None:
+        sizes = zip(leaf.axes, leaf.division.local_shape, leaf.staggered, leaf.widths, strict=True)
         for axis, size, extra, pair in sizes:
             shape[axis] = size + extra + sum(pair)
     return tuple(shape)
 
 
-def _check_shape(its: Wanted, shape: tuple[int, ...], operation: str) -> None:
-    right = _local_shape(its)
+def _check_shape(leaf: Wanted, shape: tuple[int, ...], operation: str) -> None:
+    right = _local_shape(leaf)
     if shape != right:
         raise ValueError(
-            f"{operation}: {its.record.name} in like has shape {shape}, and what is loaded has {right} on this rank."
+            f"{operation}: {leaf.record.name} in like has shape {shape}, and the loaded one has {right} on this rank."
         )
 
 
@@ -321,18 +323,18 @@ def _values(
     check: Callable[[Exception | None], None],
     operation: str,
 ) -> list[Any]:
-    """The values of the leaves. All ranks call `check` with what this one could not read."""
+    """Return the values of the leaves. All ranks call `check` with the read error of this one, if any."""
     readers = _readers(comm, state, wanted, check, operation)
     failure: Exception | None = None
-    found: list[Any] = []
-    for its, reader in zip(wanted, readers, strict=True):
-        values, error = (None, None) if failure else agreement.attempt(partial(_read, state, its, reader, operation))
+    loaded: list[Any] = []
+    for leaf, reader in zip(wanted, readers, strict=True):
+        values, error = (None, None) if failure else agreement.attempt(partial(_read, state, leaf, reader, operation))
         failure = failure or error
-        found.append(values)
+        loaded.append(values)
     check(failure)
-    for i, (its, reader) in enumerate(zip(wanted, readers, strict=True)):
-        found[i] = _finished(found[i], its, reader)  # what has been read goes, one after the other
-    return found
+    for i, (leaf, reader) in enumerate(zip(wanted, readers, strict=True)):
+        loaded[i] = _finished(loaded[i], leaf, reader)  # frees the stored values, one leaf after the other
+    return loaded
 
 
 def _readers(
@@ -342,23 +344,23 @@ def _readers(
     check: Callable[[Exception | None], None],
     operation: str,
 ) -> list[rows.Reader | None]:
-    """The ways of rows to where they are needed, for the leaves that are rows."""
-    made: dict[Any, rows.Reader] = {}
-    found: list[rows.Reader | None] = []
-    for its in wanted:
-        if not isinstance(its.division, IndexMap):
-            found.append(None)
+    """Return the transfers of rows to the ranks that need them, for the leaves that are rows."""
+    known: dict[Any, rows.Reader] = {}
+    readers: list[rows.Reader | None] = []
+    for leaf in wanted:
+        if not isinstance(leaf.division, IndexMap):
+            readers.append(None)
             continue
-        stored, index = state.arrays[its.record.name], its.record.index
-        key = its.division, index, stored.chunks[0]
-        if key not in made:
+        stored, index = state.arrays[leaf.record.name], leaf.record.index
+        key = leaf.division, index, stored.chunks[0]
+        if key not in known:
             run = rows.run_of(stored.shape[0], comm.size, stored.chunks[0])
             points = rows.interval(run, stored.shape[0], comm.rank)
             indices, failure = agreement.attempt(partial(_indices, state, index, points, operation))
             check(failure)
             assert indices is not None
             try:
-                made[key] = rows.reader(its.division, indices, points)
+                known[key] = rows.reader(leaf.division, indices, points)
             except ValueError as error:
                 text = (
                     str(error)
@@ -366,29 +368,29 @@ def _readers(
                     .replace("no rank owns", "the file has no rows")
                     .partition(". ")[0]
                 )
-                raise ValueError(f"{operation}: {its.record.name} and the map have other rows: {text}") from error
-        found.append(made[key])
-    return found
+                raise ValueError(f"{operation}: {leaf.record.name} and the map have other rows: {text}") from error
+        readers.append(known[key])
+    return readers
 
 
 def _indices(state: State, index: str, points: Interval, operation: str) -> np.ndarray:
-    """The global indices of rows of the file."""
+    """Return the global indices of rows of the file."""
     if not index:
         return np.arange(*points)
     with commit.naming(f"{operation}: cannot read", state.path / index):
         return store.read(state.arrays[index], [points]).astype(np.int64)
 
 
-def _read(state: State, its: Wanted, reader: rows.Reader | None, operation: str) -> Any:
-    """This rank's points of a leaf without halo, in the dtype in which they are stored; or what no array has."""
-    record = its.record
+def _read(state: State, leaf: Wanted, reader: rows.Reader | None, operation: str) -> Any:
+    """Read this rank's points of a leaf without halo, in the dtype of the file; or return a value that has no array."""
+    record = leaf.record
     if record.value is not None:
         return record.value if record.type == "str" else int(record.value)
     stored = state.arrays[record.name]
     points: list[Interval] = [(0, size) for size in stored.shape]
-    if isinstance(its.division, Grid):
-        rank = its.division._comm.rank
-        for axis, (start, size) in zip(its.axes, its.division._extents(rank, its.staggered), strict=True):
+    if isinstance(leaf.division, Grid):
+        rank = leaf.division._comm.rank
+        for axis, (start, size) in zip(leaf.axes, leaf.division._extents(rank, leaf.staggered), strict=True):
             points[axis] = (start, start + size)
     if reader is not None:
         points[0] = reader.points
@@ -397,7 +399,7 @@ def _read(state: State, its: Wanted, reader: rows.Reader | None, operation: str)
 
 
 def _typed(record: Record, stored: np.ndarray) -> Any:
-    """Values as what the record says they are."""
+    """Return values in the type of the record."""
     values = dtypes.decode(stored, record.dtype)
     if record.type in _PYTHON:
         return _PYTHON[record.type](values[()])
@@ -410,21 +412,21 @@ def _typed(record: Record, stored: np.ndarray) -> Any:
     return jax.random.wrap_key_data(array, impl=record.impl) if record.type == "key" else array
 
 
-def _finished(values: Any, its: Wanted, reader: rows.Reader | None) -> Any:
-    """The leaf from the values that were read, with halo or ghosts. All ranks call it together."""
-    if its.record.value is not None:
+def _finished(values: Any, leaf: Wanted, reader: rows.Reader | None) -> Any:
+    """Return the leaf from the values in the file, with halo or ghosts. All ranks call it together."""
+    if leaf.record.value is not None:
         return values
     if reader is not None:
         values = chunks.in_words(values, reader.move)
-    if isinstance(its.division, Grid) and any(map(any, its.widths)):
-        grid = its.division
+    if isinstance(leaf.division, Grid) and any(map(any, leaf.widths)):
+        grid = leaf.division
 
         def fill(x: Any) -> Any:
-            return grid.exchange(grid.pad(x, its.widths, axes=its.axes), its.widths, axes=its.axes)
+            return grid.exchange(grid.pad(x, leaf.widths, axes=leaf.axes), leaf.widths, axes=leaf.axes)
 
         values = chunks.in_words(values, fill)
-    leaf = _typed(its.record, values)
-    shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-    if shape != _local_shape(its) or (its.record.type in ("jax", "numpy", "scalar") and dtype != its.record.dtype):
-        raise RuntimeError(f"load: {its.record} has become {dtype} of shape {shape}: this is an error of jaxmpi.")
-    return leaf
+    value = _typed(leaf.record, values)
+    shape, dtype = np.shape(value), getattr(value, "dtype", None)
+    if shape != _local_shape(leaf) or (leaf.record.type in ("jax", "numpy", "scalar") and dtype != leaf.record.dtype):
+        raise RuntimeError(f"load: {leaf.record} has become {dtype} of shape {shape}: this is an error of jaxmpi.")
+    return value

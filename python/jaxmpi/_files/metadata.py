@@ -1,7 +1,7 @@
-"""The root's metadata: those of Zarr, and one attribute with what `load` and `Writer` keep there, as a JSON text.
+"""The root's metadata: Zarr's metadata, and one attribute with a JSON text, in which `load` and `Writer` keep theirs.
 
-The text has a checksum over itself and over the metadata of all arrays, without their attributes, which anybody may
-change. So a shape, a name or a number that was damaged is an error. The text of a state also has the checksum of each
+The text has a checksum over itself and over the metadata of all arrays. Their attributes are left out, because anybody
+may change them. So a damaged shape, name or number is an error. The text of a state also has the checksum of each
 chunk, by which a chunk belongs to one array of one state.
 """
 
@@ -17,28 +17,28 @@ import numpy as np
 
 T = TypeVar("T")
 KEY = "jaxmpi"
-"""The attribute of the group that is ours."""
+"""The name of jaxmpi's attribute of the group."""
 META = "zarr.json"
 FORMAT = 2
-"""The number of the form in which trees are stored. Form 1, whose attribute is an object without checksums, is read."""
+"""The number of the format of trees. Format 1, whose attribute is an object without checksums, can be read."""
 
 
 class Refusal(ValueError):
-    """Metadata that are right, and cannot be used here: what follows the name of the state in the error."""
+    """Metadata that are correct, but cannot be used here. The text follows the name of the state in the error."""
 
 
 @dataclass(frozen=True)
 class Root:
-    """What a root says, once its checksum has been compared."""
+    """The content of a root whose checksum is correct."""
 
     text: dict[str, Any]
-    """What `load` and `Writer` keep there."""
+    """The text of `load` and `Writer`."""
     arrays: dict[str, Any]
     """Zarr's metadata of each array."""
 
 
 def encode(arrays: Mapping[str, Any], attributes: Mapping[str, Any], text: Mapping[str, Any]) -> bytes:
-    """The root's metadata. `attributes` are the user's."""
+    """Return the root's metadata. `attributes` are the user's."""
     sealed = {"format": FORMAT, **text}
     sealed["checksum"] = _checksum(sealed, arrays)
     root = {
@@ -51,14 +51,14 @@ def encode(arrays: Mapping[str, Any], attributes: Mapping[str, Any], text: Mappi
 
 
 def _checksum(text: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
-    metas = {name: {key: its for key, its in meta.items() if key != "attributes"} for name, meta in arrays.items()}
-    plain = json.dumps([{key: its for key, its in text.items() if key != "checksum"}, metas], sort_keys=True)
+    metas = {name: {key: value for key, value in meta.items() if key != "attributes"} for name, meta in arrays.items()}
+    plain = json.dumps([{key: value for key, value in text.items() if key != "checksum"}, metas], sort_keys=True)
     return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
 
 
 def decode(folder: Path, data: bytes, operation: str) -> Root | None:
-    """What a root says; None where it is a group of Zarr that jaxmpi has not written. Raises ValueError if it is
-    damaged, or of a later version."""
+    """Return the content of a root, or None if it is a group of Zarr that jaxmpi has not written. Raise ValueError if
+    it is damaged, or of a later version."""
 
     def work() -> Root | None:
         root = json.loads(data)
@@ -70,25 +70,25 @@ def decode(folder: Path, data: bytes, operation: str) -> Root | None:
             raise Refusal(f"is of a later version of jaxmpi (format {text['format']}): update jaxmpi.")
         arrays = root["consolidated_metadata"]["metadata"]
         if text["format"] > 1 and text["checksum"] != _checksum(text, arrays):
-            raise ValueError("its checksum is not that of what it says; restore the file as it was written")
+            raise ValueError("the checksum does not match the content; restore the file as it was written")
         return Root(text, arrays)
 
     return parsed(folder, work, operation)
 
 
 def parsed(folder: Path, work: Callable[[], T], operation: str) -> T:
-    """What `work` makes of metadata. Whatever it raises but a Refusal says that the file is damaged."""
+    """Return the result of `work` on metadata. If it raises anything but a Refusal, report the file as damaged."""
     try:
         return work()
     except Refusal as error:
         raise ValueError(f"{operation}: {folder} {error}") from None
     except Exception as error:
-        said = str(error) if type(error) is ValueError else repr(error)
-        raise ValueError(f"{operation}: {folder / META} is damaged: {said[:300]}") from error
+        reason = str(error) if type(error) is ValueError else repr(error)
+        raise ValueError(f"{operation}: {folder / META} is damaged: {reason[:300]}") from error
 
 
 def pack(sums: np.ndarray) -> str:
-    """The checksums of chunks as a text."""
+    """Return the checksums of chunks as a text."""
     return base64.b64encode(sums.astype("<u4").tobytes()).decode()
 
 

@@ -1,4 +1,4 @@
-"""What is known of a leaf of a tree in a file: its type, its dtype, and which of its axes were divided among ranks."""
+"""The record of a leaf of a tree in a file: the type, the dtype, and the axes that were divided among ranks."""
 
 import dataclasses
 import hashlib
@@ -15,42 +15,42 @@ from jaxmpi._primitive import keys
 
 _PYTHON: dict[type, Any] = {bool: np.bool_, float: np.float64, complex: np.complex128}
 TYPES = ("jax", "numpy", "scalar", "key", "index", "str", "int", "float", "complex", "bool", "array")
-"""What a leaf may be: an array of JAX or NumPy, a scalar of NumPy, random keys, indices of rows, a text or a number;
-"array" is any array or number of a series."""
+"""The possible types of a leaf: an array of JAX or NumPy, a scalar of NumPy, random keys, indices of rows, a text or a
+number. "array" is any array or number of a series."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A leaf, as the attributes of the file keep it."""
+    """A leaf, as the attributes of the file store it."""
 
     name: str
     type: str
     """One of `TYPES`."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    """The shape, of a field that of the global array."""
+    """The shape. For a field, the shape of the global array."""
     division: str = ""
-    """How it was divided: "grid", "rows", or not at all."""
+    """The kind of division: "grid", "rows", or empty for none."""
     axes: tuple[int, ...] = ()
     """The axes that were divided."""
     index: str = ""
-    """The name of the array that has the indices of rows, where they have gaps."""
+    """The name of the array that has the indices of rows, if they have gaps."""
     value: str | None = None
-    """What no array holds: a text, or an integer of more than 64 bits."""
+    """A value that no array holds: a text, or an integer of more than 64 bits."""
     impl: str = ""
     """The implementation of random keys."""
     weak: str = ""
-    """"weak" of an array of JAX that takes the dtype of what it meets, as Python's numbers do."""
+    """"weak" for an array of JAX that takes the dtype of the other operand, as Python's numbers do."""
 
     def __str__(self) -> str:
-        """All of it, for errors, and for ranks to compare."""
+        """Return all of it as a text, for errors, and for ranks to compare."""
         words = [f"{self.name} is {self.type}", self.dtype, str(self.shape) if self.shape else "", self.impl]
         words += [f"divided along {self.axes} ({self.division})" if self.division else "", self.index]
         return " ".join(filter(None, words)) + ("" if self.value is None else f" {self.value!r}")
 
     @property
     def stored(self) -> bool:
-        """Whether there is an array of this name."""
+        """Whether the file has an array of this name."""
         return self.value is None
 
     @property
@@ -67,10 +67,10 @@ class Record:
         }
 
     @staticmethod
-    def of_json(given: Mapping[str, Any]) -> "Record":
-        """Raises ValueError for what no record says, such as a name that leads out of the folder."""
+    def from_json(content: Mapping[str, Any]) -> "Record":
+        """Make a record. Raise ValueError for impossible content, for example a name that leads out of the folder."""
         fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+            key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
         }
         record = Record(**fields)
         for field in dataclasses.fields(record):
@@ -86,7 +86,7 @@ class Record:
 
 
 def describe(name: str, x: Any, operation: str) -> Record:
-    """The record of a leaf that is not divided. Raises TypeError for what cannot be in a file."""
+    """Return the record of a leaf that is not divided. Raise TypeError if it cannot be in a file."""
     if internals.is_tracer(x):
         raise TypeError(f"{operation}: {name} is traced: call it outside of compiled functions.")
     if isinstance(x, jax.Array) and x.is_deleted():
@@ -128,17 +128,17 @@ def describe(name: str, x: Any, operation: str) -> Record:
 
 
 def array(record: Record, x: Any) -> Any:
-    """The leaf as an array of JAX or NumPy."""
+    """Return the leaf as an array of JAX or NumPy."""
     return native(x) if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, record.dtype)
 
 
 def native(x: Any) -> Any:
-    """The leaf; of an array of NumPy in another byte order its numbers in that of this machine."""
+    """Return the leaf. Convert an array of NumPy in another byte order to the order of this machine."""
     return x.astype(x.dtype.newbyteorder("=")) if isinstance(x, np.ndarray) and not x.dtype.isnative else x
 
 
 def digest(values: np.ndarray) -> str:
-    """A number for the bits of an array."""
-    found = hashlib.blake2b(digest_size=8)
-    found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+    """Return a number for the bits of an array."""
+    hashed = hashlib.blake2b(digest_size=8)
+    hashed.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    return hashed.hexdigest()

@@ -1,11 +1,11 @@
-"""Rows that have global indices, in a file: they lie there in the ascending order of their indices.
+"""Rows with global indices in a file, where they lie in the ascending order of their indices.
 
-Where the indices are all numbers from 0 on, a row's place is its index. Otherwise an array beside them has the indices.
-Each rank writes, and reads, a run of consecutive rows. They come from the ranks that own them, or go to those that have
-them, by the exchange of an `IndexMap` in which the rows of the run are the ghosts, or what is owned.
+If the indices are all numbers from 0 on, the place of a row is its index. Otherwise a further array has the indices.
+Each rank writes, and reads, a run of consecutive rows. The exchange of an `IndexMap` brings rows from their owners to
+the writer, whose ghosts are the rows of the run. For reading, the map has the rows of the run as owned rows.
 
-With gaps the indices of each run are found by sorting all of them, each rank with a part (a sample sort). So time and
-memory of a rank grow with its own rows, apart from the samples, of which each rank has a few of every other.
+With gaps the ranks sort all indices to get the indices of each run, each rank with a part (a sample sort). So time and
+memory of a rank grow with its own rows, apart from the samples, of which each rank has a few of every other rank.
 """
 
 import hashlib
@@ -27,39 +27,39 @@ from jaxmpi._unstructured.messages import by_rank, sparse_exchange
 _SORT, _RUN = 11, 12
 """Tags of messages on the clone of the communicator."""
 _SAMPLES = 32
-"""The most samples that a rank has of another one's indices."""
+"""The largest number of samples that a rank has of another one's indices."""
 _EVEN, _LONG = 64, 4096
-"""Long runs are multiples of the first number, so that they can be cut into equal chunks."""
+"""Runs of at least `_LONG` rows are multiples of `_EVEN`, so that they can be cut into equal chunks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Numbering:
-    """What is known of the rows of a map on all ranks together. It does not hold the map, with which it goes."""
+    """The properties of a map on all ranks together. It does not hold the map, and lives as long as the map."""
 
     total: int
     has_gaps: bool
     transfers: dict[int, "Transfer"] = field(default_factory=dict)
-    """The ways to the runs of so many rows, once they have been used."""
+    """The transfers to runs, by the length of a run, once they have been used."""
 
     def transfer(self, comm: MPI.Intracomm, map: IndexMap, run: int) -> "Transfer":
-        """The way of the rows of the map to runs of so many. All ranks call it together."""
+        """Return the transfer of the rows of the map to runs of `run` rows. All ranks call it together."""
         if run not in self.transfers:
             self.transfers[run] = _transfer(comm, map, self, run)
         return self.transfers[run]
 
 
 _known: dict[int, Numbering] = {}
-"""The numberings of maps, found by `id`: maps that are equal may live longer, or less long."""
+"""The numberings of maps by `id`, because maps that are equal may live longer or shorter."""
 
 
 def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failure: Exception | None) -> None:
-    """Finds the numberings of maps, unless all ranks know them. Raises an exception on all ranks if one has a failure,
-    or if they have other numbers of maps."""
+    """Compute the numberings of maps, unless all ranks know them. Raise an exception on all ranks if one has a failure,
+    or if ranks have different numbers of maps."""
     maps = distinct(listed)
     absent = sum(id(map) not in _known for map in maps)
     mine = int.from_bytes(hashlib.blake2b(operation.encode(), digest_size=7).digest(), "little")
     missing, there, called = agreement.sums(comm, operation, failure, absent, len(maps), mine)
-    if called != mine * comm.size % 2**64:  # if some call another function the sum is no multiple of any
+    if called != mine * comm.size % 2**64:  # if ranks call different functions, the sum fits on none
         raise ValueError(
             f"{operation}: other ranks call another function of jaxmpi.io: all ranks call the same ones in one order."
         )
@@ -76,7 +76,7 @@ def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failu
 
 
 def _remember(map: IndexMap, numbering: Numbering) -> None:
-    """Keeps the numbering of a map for as long as the map lives."""
+    """Keep the numbering of a map for as long as the map lives."""
     if id(map) not in _known:
         weakref.finalize(map, _known.pop, id(map)).atexit = False
     _known[id(map)] = numbering
@@ -91,7 +91,7 @@ def numbering(map: IndexMap) -> Numbering:
 
 
 def run_of(total: int, ranks: int, size: int | None) -> int:
-    """How many rows each rank writes: a multiple of the size of a chunk, where that is given."""
+    """Return how many rows each rank writes: a multiple of the size of a chunk, if the user gives a size."""
     if size is not None:
         return size * max(1, math.ceil(math.ceil(total / size) / ranks))
     run = max(1, math.ceil(total / ranks))
@@ -99,7 +99,7 @@ def run_of(total: int, ranks: int, size: int | None) -> int:
 
 
 def chunk_of(run: int, row: int) -> int:
-    """How many rows of so many bytes a chunk has: a part of a run."""
+    """Return how many rows of `row` bytes a chunk has: a part of a run."""
     least = min(run, max(1, math.ceil(run * row / LARGEST)))
     return run // next(n for n in range(least, run + 1) if run % n == 0)
 
@@ -110,13 +110,13 @@ def interval(run: int, total: int, rank: int) -> Interval:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """The way of rows from their owners to the ranks that write them."""
+    """The transfer of rows from their owners to the ranks that write them."""
 
     indices: np.ndarray
     """The indices of this rank's run."""
     owned: int
     map: IndexMap | None
-    """The map with the rows of the run as ghosts; None if each rank writes the rows that it owns, in their order."""
+    """The map with the rows of the run as ghosts. None: each rank writes the rows that it owns, in their order."""
     local: np.ndarray | None
 
     def move(self, x: Any) -> Any:
@@ -131,17 +131,17 @@ def _transfer(comm: MPI.Intracomm, map: IndexMap, numbering: Numbering, run: int
     (some,) = agreement.sums(comm, "save", None, elsewhere)
     if not some:
         return Transfer(indices, len(indices), None, None)
-    made = IndexMap(map.owned, indices, comm=map.comm)
-    return Transfer(indices, map.sizes[0], made, made.to_local(indices))
+    to_runs = IndexMap(map.owned, indices, comm=map.comm)
+    return Transfer(indices, map.sizes[0], to_runs, to_runs.to_local(indices))
 
 
 def _sorted(comm: MPI.Intracomm, owned: np.ndarray, run: int) -> np.ndarray:
-    """The indices of this rank's run, of all indices in ascending order."""
+    """Return the indices of this rank's run, of all indices in ascending order."""
     mine = np.sort(owned)
     at = np.linspace(0, len(mine), min(_SAMPLES, len(mine)), endpoint=False).astype(np.int64)
     listed = agreement.told(comm, (mine[at], len(mine) / max(len(at), 1)))
-    samples = np.concatenate([its for its, _ in listed])
-    weights = np.concatenate([np.full(len(its), weight) for its, weight in listed])
+    samples = np.concatenate([values for values, _ in listed])
+    weights = np.concatenate([np.full(len(values), weight) for values, weight in listed])
     order = np.argsort(samples, kind="stable")
     samples, before = samples[order], np.cumsum(weights[order]) - weights[order]
     if len(samples) == 0:
@@ -157,7 +157,7 @@ def _sorted(comm: MPI.Intracomm, owned: np.ndarray, run: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """How this rank comes by its run of the rows of an array. All ranks call `take` together."""
+    """The source of this rank's run of the rows of an array. All ranks call `take` together."""
 
     region: Region
     map: IndexMap
@@ -166,14 +166,14 @@ class Rows:
     run: int
 
     def take(self, x: Any) -> np.ndarray:
-        way = self.numbering.transfer(self.comm, self.map, self.run)
-        values = chunks.values_of(chunks.in_words(x, way.move))
-        return dtypes.encode(values if way.local is None else values[way.local])
+        transfer = self.numbering.transfer(self.comm, self.map, self.run)
+        values = chunks.values_of(chunks.in_words(x, transfer.move))
+        return dtypes.encode(values if transfer.local is None else values[transfer.local])
 
 
 @dataclass(frozen=True, eq=False)
 class Indices:
-    """How this rank comes by the indices of its run. All ranks call `take` together."""
+    """The source of the indices of this rank's run. All ranks call `take` together."""
 
     region: Region
     map: IndexMap
@@ -188,7 +188,7 @@ class Indices:
 def source(
     numbering: Numbering, comm: MPI.Intracomm, shape: Sequence[int], dtype: np.dtype, size: int | None
 ) -> tuple[Region, int]:
-    """This rank's region of an array with these rows, and how many rows a run has."""
+    """Return this rank's region of an array with these rows, and the number of rows in a run."""
     run = run_of(numbering.total, comm.size, size)
     rows = size or chunk_of(run, math.prod(shape) * dtype.itemsize)
     points = [interval(run, numbering.total, comm.rank), *((0, n) for n in shape)]
@@ -197,7 +197,7 @@ def source(
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """The way of rows from the ranks that read them to those that own them, or have them as ghosts."""
+    """The transfer of rows from the ranks that read them to the ranks that own them, or have them as ghosts."""
 
     points: Interval
     """The rows of the file that this rank reads."""
@@ -209,19 +209,19 @@ class Reader:
 
 
 def reader(map: IndexMap, indices: np.ndarray, points: Interval) -> Reader:
-    """The way of rows from a file. All ranks call it together, each with the indices of the rows that it reads.
+    """Return the transfer of rows from a file. All ranks call it together, each with the indices of the rows it reads.
 
-    Raises ValueError on all ranks if the map has rows that the file has not.
+    Raise ValueError on all ranks if the map has rows that the file does not have.
     """
     needed = np.concatenate([map.owned, map.ghosts])
-    made = IndexMap(indices, needed, comm=map.comm)
-    return Reader(points, made, made.to_local(needed))
+    to_readers = IndexMap(indices, needed, comm=map.comm)
+    return Reader(points, to_readers, to_readers.to_local(needed))
 
 
 def distinct(maps: Iterable[IndexMap]) -> list[IndexMap]:
-    """The maps without those that are equal to one before."""
-    found: list[IndexMap] = []
+    """Return the maps without repetitions of equal ones."""
+    unlike: list[IndexMap] = []
     for map in maps:
-        if map not in found:
-            found.append(map)
-    return found
+        if map not in unlike:
+            unlike.append(map)
+    return unlike

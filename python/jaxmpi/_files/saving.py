@@ -14,31 +14,31 @@ from mpi4py import MPI
 
 from jaxmpi._files import commit, layout, metadata, records, sharing, store, trees
 from jaxmpi._files.chunks import Blocks
-from jaxmpi._files.layout import Options, Part
+from jaxmpi._files.layout import Options, StoredArray
 from jaxmpi._grid.grid import Width
 from jaxmpi._mpi import agreement
 
 
 @dataclass
 class Plan:
-    """What is written, and where."""
+    """The content and the place of a state that will be written."""
 
     path: Path
-    parts: list[Part]
-    coordinates: list[Part]
+    parts: list[StoredArray]
+    coordinates: list[StoredArray]
     skeleton: Any
     attributes: dict[str, Any]
     compressors: tuple[Any, ...]
     more: dict[str, Any] = field(default_factory=dict)
-    """What else is kept of it."""
+    """Further content of the root."""
     of_time: dict[str, Any] = field(default_factory=dict)
     """The attributes of the times of a series."""
 
-    def arrays(self) -> list[Part]:
+    def arrays(self) -> list[StoredArray]:
         return [part for part in (*self.parts, *self.coordinates) if part.source is not None]
 
     def text(self) -> dict[str, Any]:
-        """What the root keeps for `load` and `Writer`."""
+        """Return the text of the root for `load` and `Writer`."""
         return {"tree": self.skeleton, "leaves": [part.record.to_json() for part in self.parts], **self.more}
 
 
@@ -57,41 +57,41 @@ def save(
     compressor: Any = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a tree to a folder, which all ranks write: fields that are divided among them, and what is the same on all.
+    """Save a tree to a folder, which all ranks write: fields that are divided, and values that are the same on all.
 
-    Each array becomes one of the whole field in a Zarr v3 group, under the names on the way to it, joined by dots, such
-    as `state.h`. zarr, xarray and other programs read it; `load` gives the tree back, on any number of ranks. Each rank
-    writes chunks of its own, by default one for its block of a field. Halos are left out.
+    Each array becomes one array of the whole field in a Zarr v3 group. Its name is the path to it in the tree, joined
+    by dots, for example `state.h`. zarr, xarray and other programs read it. `load` returns the tree, on any number of
+    ranks. Each rank writes chunks of its own, by default one for its block of a field. Halos are left out.
 
-    The folder has its name once all ranks have written everything: what is there is complete.
+    The folder gets its name only when all ranks have written everything. So a folder with this name is complete.
 
     All ranks call it, outside of compiled functions, with trees of one structure.
 
     Args:
-      path: the folder, in a file system that all ranks share. Folders on the way to it are made.
-      tree: arrays of JAX or NumPy, random keys, Python numbers and strings, or a pytree of such.
-      grid: how arrays are divided. A `Grid`: arrays with at least as many axes as it has are this rank's blocks of
-        fields; numbers and arrays with fewer axes are the same on all ranks. An `IndexMap`: arrays are its rows.
-        None: all is the same on all ranks. Or a tree of these that is a prefix of `tree`:
+      path: the folder, in a file system that all ranks share. Missing parent folders are made.
+      tree: arrays of JAX or NumPy, random keys, Python numbers and strings, or a pytree of these.
+      grid: the division of arrays. With a `Grid`, arrays with at least as many axes as the grid are this rank's blocks
+        of fields; numbers and arrays with fewer axes are the same on all ranks. With an `IndexMap`, arrays are its
+        rows. None: all is the same on all ranks. Or a tree of these that is a prefix of `tree`:
         `{"state": grid, "step": None}`.
-      width: of the halo that the fields of a Grid have, as in `Grid.exchange`; or a dict with those of some keys of the
-        tree, such as {"state": 1}; the others have none.
-      axes: which axes of the fields are those of the Grid, as in `Grid.exchange`.
-      comm: an intra-communicator, where there is no grid; a clone of COMM_WORLD where it is None.
-      chunks: how many cells a chunk has along each axis of the grid. None: what each process has along it; chunks of
-        more than 64 MiB are divided.
-      dims: names of the grid's axes: `axis_0` and so on where it is None, of rows `index`. Along an axis where a field
-        is staggered `_outer` is added.
+      width: the width of the halo of fields of a Grid, as in `Grid.exchange`; or a dict with widths for some keys of
+        the tree, for example {"state": 1}. The others have no halo.
+      axes: which axes of the fields belong to the Grid, as in `Grid.exchange`.
+      comm: an intra-communicator, if there is no grid. None: a clone of COMM_WORLD.
+      chunks: how many cells a chunk has along each axis of the grid. None: as many as each process. Chunks of more than
+        64 MiB are divided.
+      dims: names of the grid's axes. None: `axis_0` and so on, and `index` for rows. Along an axis where a field is
+        staggered, `_outer` is added.
       coords: coordinates, one dimension each, of all ranks: `{"x": array}` for the dimension `x`.
-      attrs: attributes, `{"state.h": {"units": "m"}}`; those of "" are the group's.
-      compressor: None, "zstd", or a codec of zarr that makes bytes of bytes. There always is a checksum for each chunk.
-      overwrite: whether a state of this name is replaced, which remains until the new one is complete.
+      attrs: attributes, `{"state.h": {"units": "m"}}`. Attributes of "" belong to the group.
+      compressor: None, "zstd", or a codec of zarr from bytes to bytes. There always is a checksum for each chunk.
+      overwrite: whether a state of this name is replaced. The old one remains until the new one is complete.
 
     Raises:
-      ValueError, TypeError: a field does not fit the grid; what is not divided differs between the ranks; an argument
-        is wrong. Before anything is written.
-      OSError: a rank cannot write; FileExistsError: there is something of this name. ImportError: zarr is missing. An
-        error of one rank is raised on all of them, and what has been written is removed.
+      ValueError, TypeError: a field does not fit the grid. Or a value that is not divided differs between the ranks. Or
+        an argument is wrong. Before anything is written.
+      OSError: a rank cannot write. FileExistsError: something of this name exists. ImportError: zarr is missing. An
+        error of one rank is raised on all, and the files that have been written are removed.
     """
     operation = "save"
     options = Options(width, axes, chunks, dims, coords, attrs)
@@ -110,7 +110,7 @@ def plan_of(
     compressor: Any,
     overwrite: Any,
 ) -> Plan:
-    """What this rank is to write. Raises TypeError, ValueError or ImportError; nothing is communicated."""
+    """Return the plan of this rank. Raise TypeError, ValueError or ImportError. Communicate nothing."""
     place = Path(commit.place(path, operation))
     if not isinstance(overwrite, bool):
         raise TypeError(f"{operation}: overwrite must be True or False, got {overwrite!r}.")
@@ -123,7 +123,7 @@ def plan_of(
 
 
 def agreed(comm: MPI.Intracomm, make: Callable[[], Plan], operation: str, **more: Any) -> Plan:
-    """The plan that this rank makes. Raises ValueError on all ranks if what must be the same on them is not."""
+    """Return the plan of this rank. Raise ValueError on all ranks if values that must be the same differ."""
 
     def work() -> tuple[Plan, agreement.Facts]:
         plan = make()
@@ -133,32 +133,32 @@ def agreed(comm: MPI.Intracomm, make: Callable[[], Plan], operation: str, **more
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """What all ranks must have in common: what it is, and a text."""
-    found = [("the tree", repr(plan.skeleton)), ("path", str(plan.path))]
-    found += [
+    """Return the facts that all ranks must have in common: the name of each, and a text."""
+    common = [("the tree", repr(plan.skeleton)), ("path", str(plan.path))]
+    common += [
         ("attrs", repr((plan.attributes, plan.of_time))),
         ("compressor", repr([codec.to_dict() for codec in plan.compressors])),
     ]
     for part in (*plan.parts, *plan.coordinates):
         name, chunks = part.record.name, part.source.region.chunks if part.source else ()
         halo = f", width {part.source.widths}" if isinstance(part.source, Blocks) else ""
-        found.append((name, f"{part.record}{halo}, chunks {chunks}, dims {part.dims}, attrs {part.attributes}"))
+        common.append((name, f"{part.record}{halo}, chunks {chunks}, dims {part.dims}, attrs {part.attributes}"))
         if not part.record.division and part.source is not None:
-            found.append((f"the value of {name}", records.digest(part.bits())))
-    return found
+            common.append((f"the value of {name}", records.digest(part.bits())))
+    return common
 
 
 def _differs(what: str, mine: str, root: str) -> str:
     if what.startswith("the value of "):
         return (
-            f"{what} is another one than on rank 0. What is not divided must be the same on all ranks, to the last "
-            "bit: let rank 0 tell the others (jaxmpi.bcast), leave it out, or say with grid= that it is a field."
+            f"{what} differs from rank 0. A value that is not divided must be the same on all ranks, to the last bit: "
+            "send it from rank 0 (jaxmpi.bcast), leave it out, or say with grid= that it is a field."
         )
-    return f"{what} is another one than on rank 0: {mine[:200]} and {root[:200]}. All ranks call it alike."
+    return f"{what} differs from rank 0: {mine[:200]} and {root[:200]}. Call it alike on all ranks."
 
 
 def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
-    """Writes all arrays, and gives the state its name."""
+    """Write all arrays, and give the state its name."""
     arrays = plan.arrays()
     make = lambda folder: store.make(folder, [entry(part) for part in arrays], plan.compressors)  # noqa: E731
     _, lock = publish(comm, plan, arrays, make, operation, overwrite)
@@ -168,15 +168,15 @@ def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> N
 def publish(
     comm: MPI.Intracomm,
     plan: Plan,
-    arrays: Sequence[Part],
+    arrays: Sequence[StoredArray],
     make: Callable[[Path], dict[str, Any]],
     operation: str,
     overwrite: bool,
 ) -> tuple[dict[str, Any], commit.Lock]:
-    """Makes what `make` does in a folder, writes arrays there, and gives it its name. All ranks call it.
+    """Call `make` in a new folder, write arrays there, and give the folder its name. All ranks call it.
 
-    Returns the metadata of what has been made, and the lock of the folder. An error of a rank is an error of all, and
-    nothing is left.
+    Return the metadata from `make`, and the lock of the folder. An error of a rank is an error of all, and no files are
+    left.
     """
     new, old = commit.Lock(), commit.Lock()
 
@@ -187,9 +187,11 @@ def publish(
 
     def end(listed: Sequence[Sums]) -> None:
         with commit.naming(f"{operation}: cannot write", plan.path):
-            plan.more["id"] = secrets.token_hex(8)  # no other state has it, not even one of the same numbers
+            plan.more["id"] = secrets.token_hex(8)  # no other state has it, not even one with the same numbers
             plan.more["sums"] = {
-                part.record.name: _joined(store.Stored.of(folder, metas[part.record.name]), [its[at] for its in listed])
+                part.record.name: _joined(
+                    store.Stored.from_meta(folder, metas[part.record.name]), [sums[at] for sums in listed]
+                )
                 for at, part in enumerate(arrays)
             }
             store.finish(folder, metas, plan.attributes, plan.text())
@@ -207,7 +209,7 @@ def publish(
         finally:
             new.release()
         if isinstance(error, Exception):
-            comm.Barrier()  # no rank goes on, and perhaps writes again, before all is removed
+            comm.Barrier()  # no rank continues, and perhaps writes again, before all is removed
         raise
     finally:
         old.release()
@@ -219,16 +221,16 @@ Sums = list[dict[int, int]]
 
 
 def _joined(stored: store.Stored, listed: Sequence[dict[int, int]]) -> str:
-    """The checksums of all chunks of an array, from those that each rank has written."""
-    found = {number: its for sums in listed for number, its in sums.items()}
+    """Join the checksums of all chunks of an array, from the checksums of each rank."""
+    by_number = {number: checksum for sums in listed for number, checksum in sums.items()}
     count = math.prod(stored.counts)
-    if sorted(found) != [*range(count)] or sum(map(len, listed)) != count:
-        raise RuntimeError(f"{stored.path}: ranks have written {len(found)} of {count} chunks: an error of jaxmpi.")
-    return metadata.pack(np.array([found[number] for number in range(count)], np.uint32))
+    if sorted(by_number) != [*range(count)] or sum(map(len, listed)) != count:
+        raise RuntimeError(f"{stored.path}: ranks have written {len(by_number)} of {count} chunks: an error of jaxmpi.")
+    return metadata.pack(np.array([by_number[number] for number in range(count)], np.uint32))
 
 
-def entry(part: Part) -> store.Entry:
-    """The array of a part."""
+def entry(part: StoredArray) -> store.Entry:
+    """Return the array of a leaf."""
     assert part.source is not None
     region = part.source.region
     dtype = part.dtype
@@ -236,23 +238,23 @@ def entry(part: Part) -> store.Entry:
 
 
 def _write_chunks(
-    folder: Path, arrays: Sequence[Part], metas: dict[str, Any], operation: str
+    folder: Path, arrays: Sequence[StoredArray], metas: dict[str, Any], operation: str
 ) -> tuple[Sums, Exception | None]:
-    """Writes this rank's chunks, and returns their checksums and its first error. It takes part in all communication
-    nevertheless, since others wait for it."""
+    """Write this rank's chunks, and return their checksums and the first error. After an error still take part in all
+    communication, because other ranks wait for it."""
     failure, sums = None, []
     for part in arrays:
         assert part.source is not None
         values, error = agreement.attempt(partial(part.source.take, part.value))
         failure = failure or error
         if failure is None:
-            stored = store.Stored.of(folder / part.record.name, metas[part.record.name])
-            found, failure = agreement.attempt(partial(_write, stored, part, values, operation))
-            sums.append(found or {})
+            stored = store.Stored.from_meta(folder / part.record.name, metas[part.record.name])
+            written, failure = agreement.attempt(partial(_write, stored, part, values, operation))
+            sums.append(written or {})
     return sums, failure
 
 
-def _write(stored: store.Stored, part: Part, values: Any, operation: str) -> dict[int, int]:
+def _write(stored: store.Stored, part: StoredArray, values: Any, operation: str) -> dict[int, int]:
     assert part.source is not None
     with commit.naming(f"{operation}: cannot write", stored.path):
         return store.write(stored, part.source.region, values)

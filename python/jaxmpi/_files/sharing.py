@@ -1,4 +1,4 @@
-"""Whether all ranks see one folder: a path may be another folder on each host, such as one in /tmp."""
+"""A check that all ranks see one folder. A path may lead to another folder on each host, for example in /tmp."""
 
 import contextlib
 import secrets
@@ -12,19 +12,19 @@ from mpi4py import MPI
 from jaxmpi._mpi import agreement
 
 _SECONDS = 5.0
-"""How long a rank looks for what another one has written: file systems of several hosts may be late."""
+"""How long a rank looks for the file of another one, because file systems of several hosts may be late."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What rank 0 leaves in a folder, for the others to find."""
+    """A file of rank 0 in a folder, which the other ranks look for."""
 
     file: Path
     host: str
 
 
 def leave(folder: Path) -> Sign:
-    """Leaves a sign in a folder; on rank 0, which has locked it. Removes those of jobs that died."""
+    """Leave a sign in a folder, on rank 0, which has locked it. Remove the signs of jobs that died."""
     for old in folder.glob(".*.shared"):
         old.unlink()
     file = folder / f".{secrets.token_hex(8)}.shared"
@@ -33,7 +33,7 @@ def leave(folder: Path) -> Sign:
 
 
 def check(comm: MPI.Intracomm, operation: str, sign: Sign) -> None:
-    """Raises OSError on all ranks unless each of them sees the sign of rank 0, which goes. All ranks call it."""
+    """Raise OSError on all ranks unless each of them sees the sign of rank 0. Remove the sign. All ranks call it."""
     try:
         agreement.on_all(comm, operation, lambda: _find(operation, sign))
     finally:

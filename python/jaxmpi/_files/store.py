@@ -1,9 +1,9 @@
-"""Arrays in a folder, as Zarr v3: their metadata are made by zarr, chunks are written and read here.
+"""Arrays in a folder, as Zarr v3. zarr makes their metadata, and this module writes and reads chunks.
 
-By default a chunk is a file of its bytes and their CRC32C: it is written from the memory of the array and read into it,
-without copies. So a chunk that was torn or damaged is an error, and never a wrong number. With a compressor zarr
-encodes and decodes chunks. The root's metadata have those of all arrays as well ("consolidated"), so that a reader
-opens one file. They are replaced at once, by a rename.
+By default a chunk is a file of its bytes and their CRC32C. It is written from the memory of the array and read into it,
+without copies. So a torn or damaged chunk is an error, and never a wrong number. With a compressor zarr encodes and
+decodes chunks. The root's metadata also contain the metadata of all arrays ("consolidated"), so that a reader opens one
+file. A rename replaces them at once.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from jaxmpi._files.dtypes import in_files
 from jaxmpi._files.metadata import META
 
 OLDEST_PYTHON = (3, 11)
-"""What zarr 3 needs. With an older Python no files are written or read."""
+"""The oldest Python that zarr 3 supports. With an older one no files are written or read."""
 _PIECE = 1 << 20
-"""Bytes of which a checksum is computed before other threads may go on; as many are read at once."""
+"""Bytes of which a checksum is computed before other threads may run. As many are read at once."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
 _SUM = {"name": "crc32c"}
 _SETTING = threading.Lock()
-"""Held while a setting of zarr, which has one for all threads, is another one."""
+"""Held while a setting of zarr is changed, because zarr has one setting for all threads."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Entry:
 
 
 def need(operation: str) -> Any:
-    """The module zarr. Raises ImportError where it is not installed, or too old."""
+    """Return the module zarr. Raise ImportError if it is not installed, or too old."""
     if sys.version_info < OLDEST_PYTHON:
         raise ImportError(
             f"{operation}: files need zarr 3 or newer, which needs Python 3.11, and this is Python "
@@ -68,7 +68,7 @@ def need(operation: str) -> Any:
 
 
 def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
-    """The codecs behind the one that makes bytes. Raises ValueError or TypeError for what is no compressor."""
+    """Return the codecs behind the one that makes bytes. Raise ValueError or TypeError if it is no compressor."""
     need(operation)
     from zarr.abc.codec import BytesBytesCodec
     from zarr.codecs import Crc32cCodec, ZstdCodec
@@ -94,34 +94,34 @@ def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
 
 
 def make(folder: Path, entries: Sequence[Entry], compressors: tuple[Any, ...]) -> dict[str, Any]:
-    """Makes arrays in a folder, without values, and returns the metadata of each: what `finish` takes."""
+    """Make arrays in a folder, without values, and return the metadata of each for `finish`."""
     zarr = need("make")
     from zarr.storage import LocalStore
 
-    made = {}
+    metas = {}
     for entry in entries:
         zarr.create_array(
             LocalStore(folder / entry.name),  # a name with "::" would be a URL for it
             shape=entry.shape,
             chunks=entry.chunks,
             dtype=entry.dtype,
-            fill_value=np.nan if entry.dtype.kind in "fc" else 0,  # what others read of a chunk that is missing
+            fill_value=np.nan if entry.dtype.kind in "fc" else 0,  # other programs read it for a missing chunk
             compressors=compressors,
             attributes=dict(entry.attributes),
             dimension_names=entry.dims,
             zarr_format=3,
         )
-        made[entry.name] = json.loads((folder / entry.name / META).read_bytes())
-    return made
+        metas[entry.name] = json.loads((folder / entry.name / META).read_bytes())
+    return metas
 
 
 def finish(folder: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any], text: Mapping[str, Any]) -> None:
-    """Writes the metadata of the group with those of its arrays, at once: a reader sees the old ones or these."""
+    """Write the metadata of the group with the metadata of all arrays, at once: a reader sees the old or the new."""
     replace(folder / META, metadata.encode(arrays, attributes, text))
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file under another name, and then renames it."""
+    """Write a file under another name, and then rename it."""
     passing = path.with_name(f".{path.name}.partial")
     try:
         passing.write_bytes(data)
@@ -133,7 +133,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def is_plain(compressors: Sequence[Any]) -> bool:
-    """Whether chunks are their bytes and a checksum."""
+    """Return whether chunks are their bytes and a checksum."""
     return len(compressors) == 1
 
 
@@ -149,15 +149,15 @@ class Stored:
     chunks: tuple[int, ...]
     dtype: np.dtype
     plain: bool
-    """Chunks are bytes and their checksum."""
+    """Whether chunks are bytes and their checksum."""
     meta: Mapping[str, Any]
     """The metadata of the array."""
     sums: np.ndarray | None = None
-    """The checksum of each chunk, in the order of their indices, where the root has them."""
+    """The checksum of each chunk, in the order of their indices, if the root has them."""
 
     @staticmethod
-    def of(path: Path, meta: Mapping[str, Any], sums: np.ndarray | None = None) -> "Stored":
-        """Raises KeyError, TypeError or ValueError for metadata that no array has here."""
+    def from_meta(path: Path, meta: Mapping[str, Any], sums: np.ndarray | None = None) -> "Stored":
+        """Read metadata. Raise KeyError, TypeError or ValueError if they are not possible here."""
         encoding = meta["chunk_key_encoding"]
         separator = encoding.get("configuration", {}).get("separator", "/")
         if meta["chunk_grid"]["name"] != "regular" or (encoding["name"], separator) != ("default", "/"):
@@ -175,11 +175,11 @@ class Stored:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many chunks there are along each axis."""
+        """The number of chunks along each axis."""
         return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
 
     def number(self, index: Index) -> int:
-        """The number of a chunk, in the order of their indices."""
+        """Return the number of a chunk, in the order of their indices."""
         return int(np.ravel_multi_index(index, self.counts)) if index else 0
 
     def file(self, index: Index) -> Path:
@@ -187,11 +187,11 @@ class Stored:
 
 
 def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = (), anew: bool = False) -> dict[int, int]:
-    """Writes the chunks of a region, and returns the checksum of each by its number.
+    """Write the chunks of a region, and return the checksum of each by its number.
 
     The stored array may have more axes in front than the region. Then `values` have them too, and `lead` is the index
-    of the chunk along them. `anew`: others may be reading the chunks, and see the old ones until the new ones are
-    there.
+    of the chunk along them. `anew`: others may be reading the chunks. They see the old ones until the new ones are
+    complete.
     """
     sums = {}
     zarr = None if stored.plain else need("write")
@@ -209,15 +209,15 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = (), 
 
 
 def _plain(chunk: np.ndarray) -> list[np.ndarray]:
-    """The bytes of a chunk, and their checksum."""
-    data, found = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8), 0
+    """Return the bytes of a chunk, and their checksum."""
+    data, checksum = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8), 0
     for piece in _pieces(data):
-        found = _checksum(piece, found)
-    return [data, np.array([found], "<u4").view(np.uint8)]
+        checksum = _checksum(piece, checksum)
+    return [data, np.array([checksum], "<u4").view(np.uint8)]
 
 
 def _encoded(zarr: Any, stored: Stored, index: Index, chunk: np.ndarray) -> list[np.ndarray]:
-    """The bytes of a chunk as zarr encodes them, at whose end is their checksum."""
+    """Return the bytes of a chunk as zarr encodes them, with their checksum at the end."""
     with _SETTING, zarr.config.set({"array.write_empty_chunks": True}):
         array, memory, name = _in_memory(zarr, stored, index)
         array[...] = chunk
@@ -225,7 +225,7 @@ def _encoded(zarr: Any, stored: Stored, index: Index, chunk: np.ndarray) -> list
 
 
 def _in_memory(zarr: Any, stored: Stored, index: Index) -> tuple[Any, Any, str]:
-    """An array that is one chunk, in memory; the store, and the name of the chunk in it."""
+    """Make an array that is one chunk, in memory. Return it, the store, and the name of the chunk in the store."""
     from zarr.storage import MemoryStore, StorePath
 
     memory = MemoryStore({})
@@ -234,28 +234,28 @@ def _in_memory(zarr: Any, stored: Stored, index: Index) -> tuple[Any, Any, str]:
 
 
 def _sum_of(data: np.ndarray) -> int:
-    """The checksum at the end of a chunk."""
+    """Return the checksum at the end of a chunk."""
     return int(data[-4:].view("<u4")[0])
 
 
 def checked(data: np.ndarray) -> bytes:
-    """The bytes of a chunk, with their checksum."""
+    """Return the bytes of a chunk, with their checksum."""
     return b"".join(part.tobytes() for part in _plain(data))
 
 
 def _write_file(path: Path, data: Sequence[np.ndarray], anew: bool) -> None:
-    there = path.with_name(f".{path.name}.partial") if anew else path
+    target = path.with_name(f".{path.name}.partial") if anew else path
     try:
-        _write_all(there, data)
+        _write_all(target, data)
     except FileNotFoundError:  # the first chunk in its folder
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_all(there, data)
+        _write_all(target, data)
     if anew:
-        os.replace(there, path)
+        os.replace(target, path)
 
 
 def _write_all(path: Path, parts: Sequence[np.ndarray]) -> None:
-    """Writes arrays of bytes by as few calls as the system lets it be: one of 64 MiB takes half of 64 of 1 MiB."""
+    """Write arrays of bytes with few system calls: one call of 64 MiB takes half the time of 64 calls of 1 MiB."""
     left = [part for part in parts if part.size]
     with open(path, "wb", buffering=0) as file:
         while left:
@@ -271,16 +271,16 @@ def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
         yield data[start : start + _PIECE]
 
 
-def _checksum(data: np.ndarray, found: int = 0) -> int:
-    """The CRC32C of data behind those that have the one that was found."""
+def _checksum(data: np.ndarray, before: int = 0) -> int:
+    """Return the CRC32C of data that follow other data, whose checksum is `before`."""
     import google_crc32c
 
-    return int(google_crc32c.extend(found, data))
+    return int(google_crc32c.extend(before, data))
 
 
 def read(stored: Stored, points: Sequence[Interval]) -> np.ndarray:
-    """The values at some points, start and end along each axis. Raises OSError for chunks that are missing or damaged,
-    or those of another array; zarr alone would take zeros for missing ones."""
+    """Return the values at some points, start and end along each axis. Raise OSError if chunks are missing, damaged, or
+    of another array. zarr alone would take zeros for missing ones."""
     try:
         values = np.empty([end - start for start, end in points], stored.dtype)
     except (MemoryError, ValueError) as error:
@@ -295,7 +295,7 @@ def read(stored: Stored, points: Sequence[Interval]) -> np.ndarray:
 def _covering(
     chunks: Sequence[int], points: Sequence[Interval]
 ) -> Iterator[tuple[Index, tuple[slice, ...], tuple[slice, ...]]]:
-    """The chunks that have some of the points: the index of each, where they are in it, and where among the points."""
+    """Yield the chunks that have some of the points: the index, and the places in the chunk and among the points."""
     along = []
     for size, (start, end) in zip(chunks, points, strict=True):
         parts = []
@@ -309,41 +309,41 @@ def _covering(
 
 
 def _read_chunk(stored: Stored, index: Index, there: tuple[slice, ...], here: np.ndarray) -> None:
-    """Reads some points of a chunk, into the result itself where it lies there as in the file."""
+    """Read some points of a chunk, directly into the result if the chunk lies there as in the file."""
     path = stored.file(index)
     direct = stored.plain and here.shape == stored.chunks and here.flags.c_contiguous
     chunk = here if direct else np.empty(stored.chunks, stored.dtype)
     try:
-        found = _read_plain(path, chunk) if stored.plain else _read_encoded(stored, path, index, chunk)
+        checksum = _read_plain(path, chunk) if stored.plain else _read_encoded(stored, path, index, chunk)
     except FileNotFoundError:
         raise FileNotFoundError(_missing(path)) from None
-    if stored.sums is not None and found != stored.sums[stored.number(index)]:
+    if stored.sums is not None and checksum != stored.sums[stored.number(index)]:
         raise OSError(
-            f"the chunk {path} is that of another array, or of another state: its checksum is not the one here."
+            f"the chunk {path} belongs to another array, or to another state: its checksum is not the one here."
         )
     if not direct:
         here[...] = chunk[there]
 
 
 def _read_plain(path: Path, chunk: np.ndarray) -> int:
-    """Reads a chunk, and returns its checksum. Raises OSError if that is not the one of its bytes."""
+    """Read a chunk, and return its checksum. Raise OSError if it does not match the bytes."""
     data, tail = chunk.reshape(-1).view(np.uint8), np.empty(4, np.uint8)
     with open(path, "rb", buffering=0) as file:
-        found, checksum = 0, 0
+        count, checksum = 0, 0
         for piece in _pieces(data):
-            found += _read_all(file, piece)
+            count += _read_all(file, piece)
             checksum = _checksum(piece, checksum)
-        found += _read_all(file, tail) + len(file.read(1))
-    if found != data.size + 4:
-        what = "more" if found > data.size + 4 else str(found)
+        count += _read_all(file, tail) + len(file.read(1))
+    if count != data.size + 4:
+        what = "more" if count > data.size + 4 else str(count)
         raise OSError(f"the chunk {path} is damaged: it has {what} bytes, and must have {data.size + 4}.")
     if int(tail.view("<u4")[0]) != checksum:
-        raise OSError(f"the chunk {path} is damaged: its checksum is not that of its bytes.")
+        raise OSError(f"the chunk {path} is damaged: its checksum does not match its bytes.")
     return checksum
 
 
 def _read_encoded(stored: Stored, path: Path, index: Index, chunk: np.ndarray) -> int:
-    """Reads a chunk that zarr decodes, from memory, so that the bytes are those which have been checked."""
+    """Read a chunk that zarr decodes from memory, so that the checked bytes are the decoded ones."""
     from zarr.core.buffer import default_buffer_prototype
 
     data = path.read_bytes()
@@ -364,11 +364,11 @@ def _read_all(file: Any, data: np.ndarray) -> int:
 
 
 def _missing(path: Path) -> str:
-    return f"the chunk {path} is missing: the files are not complete, for example since they were copied in part."
+    return f"the chunk {path} is missing: the files are not complete, for example because only a part was copied."
 
 
 def root(folder: Path) -> bytes:
-    """The root's metadata. Raises FileNotFoundError if there are none."""
+    """Return the root's metadata. Raise FileNotFoundError if there are none."""
     with contextlib.suppress(NotADirectoryError):
         return (folder / META).read_bytes()
     raise FileNotFoundError(f"{folder} is a file")

@@ -1,4 +1,4 @@
-"""Trees in files: the names of leaves, the structure that is kept, and trees of grids that are prefixes of others."""
+"""Trees in files: the names of leaves, the structure in the file, and trees of grids that are prefixes of others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from jaxmpi._grid.grid import Grid
 from jaxmpi._unstructured.index_map import IndexMap
 
 Division = Grid | IndexMap | None
-"""How an array is divided among the ranks: into blocks, into rows, or not at all."""
+"""The division of an array among the ranks: into blocks, into rows, or none."""
 
 _WHOLE = "data"
-"""The name of a tree that is one leaf."""
+"""The name of the leaf if the tree is a single leaf."""
 
 
 def leaves(tree: Any, operation: str) -> tuple[list[str], list[Any]]:
-    """The names of leaves and the leaves. Raises ValueError for two leaves of one name, or names that no file has."""
+    """Return the names of leaves and the leaves. Raise ValueError if two have one name, or a name is not possible."""
     try:
         listed, _ = jax.tree_util.tree_flatten_with_path(tree)
     except ValueError as error:
@@ -38,13 +38,13 @@ def leaves(tree: Any, operation: str) -> tuple[list[str], list[Any]]:
 
 
 def name_of(path: Sequence[Any]) -> str:
-    """The name of the leaf at a path: its keys joined by dots."""
+    """Return the name of the leaf at a path: its keys joined by dots."""
     keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
     return plain(".".join(keys)) if keys else _WHOLE
 
 
 def plain(name: str) -> str:
-    """A name without what divides folders, for zarr on any system."""
+    """Return a name without separators of folders, for zarr on any system."""
     return name.replace("/", ".").replace("\\", ".")
 
 
@@ -57,7 +57,7 @@ def check_name(name: str, shown: str, operation: str) -> None:
 
 
 def skeleton(tree: Any) -> Any:
-    """The structure of a tree as JSON holds it: names of leaves in dicts, lists, tuples, None and nodes."""
+    """Return the structure of a tree as JSON holds it: names of leaves in dicts, lists, tuples, None and nodes."""
     return _skeleton(tree, ())
 
 
@@ -75,17 +75,17 @@ def _skeleton(tree: Any, path: tuple[Any, ...]) -> Any:
     return {"node": f"{type(tree).__module__}.{type(tree).__qualname__}", "children": parts}
 
 
-def build(its: Any, leaf: Callable[[str], Any]) -> Any:
-    """A tree of this structure, with `leaf(name)` for each leaf."""
-    if its is None or isinstance(its, str):
-        return None if its is None else leaf(its)
-    if "dict" in its:
-        return {key: build(part, leaf) for key, part in its["dict"]}
-    if "list" in its:
-        return [build(part, leaf) for part in its["list"]]
-    if "tuple" in its:
-        return tuple(build(part, leaf) for part in its["tuple"])
-    if not isinstance(node := its["node"], str):
+def build(structure: Any, leaf: Callable[[str], Any]) -> Any:
+    """Build a tree of this structure, with `leaf(name)` for each leaf."""
+    if structure is None or isinstance(structure, str):
+        return None if structure is None else leaf(structure)
+    if "dict" in structure:
+        return {key: build(part, leaf) for key, part in structure["dict"]}
+    if "list" in structure:
+        return [build(part, leaf) for part in structure["list"]]
+    if "tuple" in structure:
+        return tuple(build(part, leaf) for part in structure["tuple"])
+    if not isinstance(node := structure["node"], str):
         raise ValueError(f"a node is {node!r:.60}")
     what = "dict whose keys are no texts or integers" if node == "builtins.dict" else node
     raise metadata.Refusal(
@@ -99,7 +99,7 @@ def is_division(x: Any) -> bool:
 
 
 def spread(divisions: Any, tree: Any, operation: str) -> list[Division]:
-    """The division of each leaf, from a tree of divisions that is a prefix of the tree."""
+    """Return the division of each leaf, from a tree of divisions that is a prefix of the tree."""
     for part in jax.tree.leaves(divisions, is_leaf=is_division):
         if not is_division(part):
             raise TypeError(
@@ -107,23 +107,23 @@ def spread(divisions: Any, tree: Any, operation: str) -> list[Division]:
                 "None for what is the same on all ranks, or a tree of these that is a prefix of the tree, such as "
                 '{"state": grid, "step": None}.'
             )
-    found: list[Division] = []
+    by_leaf: list[Division] = []
 
     def note(division: Division, part: Any) -> None:
-        found.extend([division] * len(jax.tree.leaves(part)))
+        by_leaf.extend([division] * len(jax.tree.leaves(part)))
 
     try:
         jax.tree.map(note, divisions, tree, is_leaf=is_division)
     except ValueError as error:
         raise ValueError(
-            f"{operation}: grid has not the structure of the tree: pass one for all of it, or a tree that is a prefix, "
-            f'such as {{"state": grid, "step": None}}: {error}'
+            f"{operation}: grid does not have the structure of the tree: pass one for all of it, or a tree that is a "
+            f'prefix, such as {{"state": grid, "step": None}}: {error}'
         ) from error
-    return found
+    return by_leaf
 
 
 def spread_width(width: Any, tree: Any, operation: str) -> list[Any]:
-    """The width of each leaf's halo, from one for all, or from a dict of widths by keys; what is not in it has none."""
+    """Return the width of each leaf's halo. `width`: one for all, or a dict by keys; other keys have no halo."""
     if not isinstance(width, Mapping):
         return [width] * len(jax.tree.leaves(tree))
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
@@ -131,11 +131,11 @@ def spread_width(width: Any, tree: Any, operation: str) -> list[Any]:
     if absent := [name for name in map(str, width) if name not in names]:
         raise ValueError(
             f"{operation}: width has {absent[0]!r}, and the tree has {', '.join(names) or 'nothing'} there: pass one "
-            'width for all fields, or a dict with those of some keys, such as {"state": 1}.'
+            'width for all fields, or a dict with widths for some keys, such as {"state": 1}.'
         )
-    given = {str(name): its for name, its in width.items()}
+    by_key = {str(name): entry for name, entry in width.items()}
     return [
-        its
+        entry
         for name, (_, child) in zip(names, children, strict=True)
-        for its in spread_width(given.get(name, 0), child, operation)
+        for entry in spread_width(by_key.get(name, 0), child, operation)
     ]

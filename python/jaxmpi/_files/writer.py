@@ -1,9 +1,9 @@
 """`jaxmpi.io.Writer`: steps of fields in one file, written by a thread while the program computes.
 
-What a reader sees is what the metadata of the root say, and these are replaced at once. A step gets there when all
-ranks have written it: at each append they agree, by one reduction, how many they have written, and rank 0's thread then
-writes metadata with so many. The metadata of single arrays are written before, so whoever reads those alone finds no
-step that is not complete either.
+A reader sees the steps in the metadata of the root, which are replaced at once. A step appears there when all ranks
+have written it. At each append the ranks agree, by one reduction, on the number of steps that all have written. Then
+rank 0's thread writes metadata with this number. It writes the metadata of single arrays before, so a reader of those
+alone sees no incomplete step either.
 """
 
 import collections
@@ -29,8 +29,8 @@ from mpi4py import MPI
 from jaxmpi._files import chunks as tiles
 from jaxmpi._files import commit, layout, metadata, records, saving, sharing, store, trees
 from jaxmpi._files.chunks import Whole
-from jaxmpi._files.layout import Options, Part
-from jaxmpi._grid import arguments as given
+from jaxmpi._files.layout import Options, StoredArray
+from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Width
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
@@ -44,16 +44,16 @@ _TIMES_IN_CHUNK = 1024
 
 
 class Writer:
-    """Writes fields of many times to one file, of which each append adds one.
+    """A file with fields at many times. Each append adds one time.
 
     The file is a folder in the format Zarr v3: `xarray.open_zarr(path)` reads it, also while it is being written. Its
-    arrays have a first axis `time`. A step is copied once when it is appended; then a thread of each rank writes its
-    chunks, while the program computes. At most `behind` steps are in memory: an append waits for room where the files
-    are slower than the program.
+    arrays have a first axis `time`. An append copies the step once. Then a thread of each rank writes the rank's
+    chunks, while the program computes. At most `behind` steps are in memory: an append waits for room if the files are
+    slower than the program.
 
-    A step that is not complete is not there: readers see it when all ranks have written their part of it, which they
-    tell each other at the next append that writes, and at the end. A program that dies loses the steps that were not
-    yet told, at most `behind` and two, and nothing else.
+    Readers see a step only when all ranks have written their part of it. The ranks agree on this at the next append
+    that writes, and at the end. A program that dies loses the steps on which the ranks have not yet agreed, at most
+    `behind` and two, and nothing else.
 
         with jaxmpi.io.Writer("sea.zarr", grid, width=1, every=10) as out:
             for step in range(1000):
@@ -61,26 +61,27 @@ class Writer:
                 out.append(step * dt, {"h": state.h, "u": state.u})
 
     Args:
-      path: the folder, which all ranks see. It is made by the first append that writes.
-      grid: how the fields are divided: a `jaxmpi.Grid`, a `jaxmpi.IndexMap`, or a tree of these and None, as in `save`.
-      fields: the names of those leaves that are written, such as ("h", "u"); None: all.
-      every: only the first of so many appends is written, and then each that comes so many later; the others return at
-        once. A writer that resumes counts from its own first append.
+      path: the folder, which all ranks see. The first append that writes makes it.
+      grid: the division of the fields: a `jaxmpi.Grid`, a `jaxmpi.IndexMap`, or a tree of these and None, as in `save`.
+      fields: the names of the leaves that are written, for example ("h", "u"). None: all.
+      every: the first append is written, and then each `every`-th one. The others return at once. A writer that resumes
+        counts from its own first append.
       width, axes, chunks, dims, coords, attrs, compressor: as in `save`, without the axis of time. `attrs["time"]` are
-        those of the times, such as {"units": "s"}.
-      behind: the most steps that wait for the thread: 1 or more.
-      time_chunk: how many steps a chunk has. With more than 1 there are fewer and larger files. So many steps are kept
-        in memory; they can be read when the last of them is written, or after a `flush`. `resume` takes that of the
-        file.
-      resume: goes on with a file that is there, which must have the same fields; one that is not there is made. Its
-        steps at or after the first time that is appended are dropped first, since the program writes them anew. The
-        arrays keep their attributes, chunks and compressor.
-      overwrite: replaces a file of jaxmpi.io that is there, at the first append that writes.
-      comm: an intra-communicator of the same ranks; that of the grid where it is None.
+        the attributes of the times, for example {"units": "s"}.
+      behind: how many steps may wait for the thread: 1 or more.
+      time_chunk: how many steps a chunk has. With more than 1 there are fewer and larger files. This many steps are
+        kept in memory. They can be read when the last of them is written, or after a `flush`. `resume` takes the number
+        from the file.
+      resume: continue with an existing file, which must have the same fields, or make a new one. Steps at or after the
+        first time that is appended are dropped first, because the program writes them again. The arrays keep their
+        attributes, chunks and compressor.
+      overwrite: replace an existing file of jaxmpi.io, at the first append that writes.
+      comm: an intra-communicator of the same ranks. None: the communicator of the grid.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong type, or has no such value. FileExistsError: there is something
-        of this name, and neither `resume` nor `overwrite` is True. On this rank; nothing is written.
+      TypeError, ValueError: an argument has a wrong type or value. On this rank; nothing is written.
+      FileExistsError: something of this name exists, and neither `resume` nor `overwrite` is True. On this rank;
+        nothing is written.
     """
 
     def __init__(
@@ -107,14 +108,14 @@ class Writer:
         self._path = Path(commit.place(path, operation))
         self._every, self._behind = _positive(every, operation, "every"), _positive(behind, operation, "behind")
         names = None if fields is None else _names(fields, operation)
-        resume = given.truth(resume, operation, "resume")
-        overwrite = given.truth(overwrite, operation, "overwrite")
+        resume = checks.truth(resume, operation, "resume")
+        overwrite = checks.truth(overwrite, operation, "overwrite")
         if resume and overwrite:
             raise ValueError(f"{operation}: resume=True goes on with a file, overwrite=True replaces it: pass one.")
         if not resume and not overwrite:
             _check_absent(self._path, operation)
         compressors = store.codecs(compressor, operation)
-        self._options = Given(
+        self._options = Arguments(
             grid,
             comm,
             names,
@@ -131,16 +132,17 @@ class Writer:
         self._over = ""
 
     def append(self, time: float, tree: Any) -> None:
-        """Adds a step. All ranks call it, with the same time.
+        """Add a step. All ranks call it, with the same time.
 
         Args:
-          time: of the step, a number that is larger than that of the step before.
-          tree: this rank's fields, as in `save`; their names, shapes and dtypes are the same in each append. Arrays may
-            be donated or overwritten afterwards.
+          time: of the step, a number that is larger than the time of the step before.
+          tree: this rank's fields, as in `save`. Names, shapes and dtypes are the same in each append. Arrays may be
+            donated or overwritten afterwards.
 
         Raises:
-          TypeError, ValueError: the fields do not fit, or are others than before; the time does not grow. OSError: this
-            step or one before could not be written. On all ranks; no more can be appended then.
+          TypeError, ValueError: the fields do not fit, or differ from those before; or the time does not grow. On all
+            ranks; no more can be appended then.
+          OSError: this step or one before could not be written. On all ranks; no more can be appended then.
         """
         operation = "Writer.append"
         internals.check_outside(operation)
@@ -158,7 +160,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _ends_by_errors(self) -> Iterator[None]:
-        """After an error nothing is written behind the program's back, and others may write there."""
+        """Stop the thread after an error. Then nothing is written in the background, and others may write there."""
         try:
             yield
         except BaseException:
@@ -170,14 +172,14 @@ class Writer:
             raise
 
     def flush(self) -> None:
-        """Waits until all steps that were appended are written and can be read. All ranks call it.
+        """Wait until all appended steps are written and can be read. All ranks call it.
 
-        Before `jaxmpi.io.checkpoint` it makes the file complete up to the state: whatever a job that goes on from this
-        state does not compute again is there.
+        Call it before `jaxmpi.io.checkpoint`, so that the file is complete up to the state. A job that continues from
+        this state then finds all steps that it does not compute again.
 
         Raises:
-          OSError: a step could not be written: on all ranks; no more can be appended then. ValueError: the writer is
-            closed, or has failed.
+          OSError: a step could not be written. On all ranks; no more can be appended then.
+          ValueError: the writer is closed, or has failed.
         """
         operation = "Writer.flush"
         internals.check_outside(operation)
@@ -190,13 +192,13 @@ class Writer:
                     self._series.commit_all(operation, self._worker)
 
     def close(self) -> None:
-        """Waits until all steps are written and can be read. All ranks call it; a `with` block does so at its end.
+        """Wait until all steps are written and can be read. All ranks call it; a `with` block does so at its end.
 
-        A block that is left by an exception waits for this rank's files alone, since other ranks may never come: then
-        the last steps, at most `behind` and two, may be missing in the file.
+        If an exception leaves the block, wait for this rank's files alone, because other ranks may never come. Then the
+        last steps, at most `behind` and two, may be missing in the file.
 
         Raises:
-          OSError: a step could not be written: on all ranks.
+          OSError: a step could not be written. On all ranks.
         """
         over, self._over = self._over, self._over or "is closed"
         if over:
@@ -238,8 +240,8 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments of a writer, of which a file is made."""
+class Arguments:
+    """The arguments of a writer, from which the file is made."""
 
     grid: Any
     comm: Any
@@ -253,14 +255,14 @@ class Given:
 
 
 def _positive(value: Any, operation: str, name: str) -> int:
-    found = arguments.integer(value, operation, name)
-    if found < 1:
-        raise ValueError(f"{operation}: {name} is {found}: pass 1 or more.")
-    return found
+    number = arguments.integer(value, operation, name)
+    if number < 1:
+        raise ValueError(f"{operation}: {name} is {number}: pass 1 or more.")
+    return number
 
 
 def _check_absent(path: Path, operation: str) -> None:
-    """Raises FileExistsError if there is something of this name."""
+    """Raise FileExistsError if something of this name exists."""
     if commit.is_there(path) or commit.is_there(commit.replaced(path)):
         raise FileExistsError(
             f"{operation}: {path} exists: resume=True goes on with it, overwrite=True replaces it; or choose another "
@@ -279,7 +281,7 @@ def _names(fields: Any, operation: str) -> tuple[str, ...]:
 
 
 class _Worker:
-    """A thread that does what it is given in order. After an error it does no more."""
+    """A thread that does jobs in order. After an error it does no more."""
 
     def __init__(self) -> None:
         self._jobs: collections.deque[tuple[Callable[[], None], bool]] = collections.deque()
@@ -291,7 +293,7 @@ class _Worker:
         self.failure: Exception | None = None
 
     def submit(self, job: Callable[[], None], is_step: bool) -> None:
-        """Adds a step, or what is done before the steps that wait."""
+        """Add a step, or a job that is done before the waiting steps."""
         with self._changed:
             (self._jobs.append if is_step else self._jobs.appendleft)((job, is_step))
             self._waiting += is_step
@@ -302,17 +304,17 @@ class _Worker:
             self._thread.start()
 
     def wait_for_room(self, most: int) -> None:
-        """Waits until fewer than so many steps are waiting, or something has failed."""
+        """Wait until fewer than `most` steps are waiting, or a job has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting < most or self.failure is not None)
 
     def drain(self) -> None:
-        """Waits until all is done, or something has failed."""
+        """Wait until all jobs are done, or one has failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unfinished or self.failure is not None)
 
     def finish(self) -> None:
-        """Waits until all is done, and ends the thread."""
+        """Wait until all jobs are done, and end the thread."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -320,7 +322,7 @@ class _Worker:
             self._thread.join()
 
     def stop(self) -> None:
-        """Waits until the thread has done what it is doing, and ends it."""
+        """Wait until the thread has done its current job, and end it."""
         with self._changed:
             self._jobs.clear()
         self.finish()
@@ -348,29 +350,31 @@ class _Worker:
 
 @dataclass(frozen=True)
 class _Signature:
-    """What is written of a tree, of which types and shapes: steps that have it in common have the same parts."""
+    """The leaves of a tree that are written, with types and shapes. Equal signatures mean equal arrays of a step."""
 
     structure: Any
     chosen: tuple[int, ...]
-    """The positions of the leaves that are written, in the order of names, as the parts are."""
+    """The positions of the leaves that are written, in the order of names, like the stored arrays."""
     records: tuple[records.Record, ...]
-    """What is known of each of them before it is divided."""
+    """The record of each leaf before it is divided."""
 
     @staticmethod
-    def of(tree: Any, its: Given, operation: str) -> "_Signature":
+    def from_tree(tree: Any, arguments: Arguments, operation: str) -> "_Signature":
         names, leaves = trees.leaves(tree, operation)
-        written = [at for at, name in enumerate(names) if its.names is None or _is_among(name, its.names)]
+        written = [at for at, name in enumerate(names) if arguments.names is None or _is_among(name, arguments.names)]
         chosen = tuple(sorted(written, key=lambda at: names[at]))
-        found = tuple(_described(names[at], leaves[at], operation) for at in chosen)
-        return _Signature(jax.tree.structure(tree), chosen, found)
+        described = tuple(_described(names[at], leaves[at], operation) for at in chosen)
+        return _Signature(jax.tree.structure(tree), chosen, described)
 
     def leaves(self, tree: Any, operation: str) -> list[Any] | None:
-        """The leaves of a tree that are written; None if it has another signature."""
+        """Return the leaves of a tree that are written, or None if it has another signature."""
         leaves, structure = jax.tree.flatten(tree)
         if structure != self.structure:
             return None
         chosen = [leaves[at] for at in self.chosen]
-        same = all(_described(its.name, x, operation) == its for its, x in zip(self.records, chosen, strict=True))
+        same = all(
+            _described(record.name, x, operation) == record for record, x in zip(self.records, chosen, strict=True)
+        )
         return chosen if same else None
 
 
@@ -379,7 +383,7 @@ def _described(name: str, x: Any, operation: str) -> records.Record:
 
 
 def _of_series(record: records.Record) -> records.Record:
-    """The record without what a series does not keep: whether an array or a number is JAX's, NumPy's or Python's."""
+    """Return the record without facts that a series does not keep: whether a value is JAX's, NumPy's or Python's."""
     same = record.type in ("key", "index", "str")
     return record if same else dataclasses.replace(record, type="array", weak="")
 
@@ -391,32 +395,32 @@ class _Series:
     path: Path
     comm: MPI.Intracomm
     known: communicators.Communicator
-    given: Given
-    parts: list[Part]
-    """What each step has, which is worked out once: where regions come from, and how."""
+    arguments: Arguments
+    parts: list[StoredArray]
+    """The arrays of each step, computed once, with the sources of this rank's regions."""
     signature: _Signature
-    """What the trees that have these parts have in common."""
+    """The signature of trees with these arrays."""
     metas: dict[str, Any]
     """The metadata of all arrays."""
     plan: saving.Plan
-    """What the root says, but the arrays."""
+    """The content of the root without the arrays."""
     times: list[float]
-    """The times of all steps, also of those that are not yet written."""
+    """The times of all steps, including steps that are not yet written."""
     committed: int
-    """How many steps rank 0's thread has made visible."""
+    """The number of steps that rank 0's thread has made visible."""
     records: list[Any] = field(default_factory=list)
     lock: commit.Lock = field(default_factory=commit.Lock)
-    """What rank 0 holds while it writes to the folder."""
+    """The lock that rank 0 holds while it writes to the folder."""
     appended: int = 0
     filled: int = 0
-    """How many steps are written, or in `buffers`."""
+    """The number of steps that are written, or in `buffers`."""
     written: int = 0
-    """How many steps this rank has written."""
+    """The number of steps that this rank has written."""
     buffers: list[np.ndarray] = field(default_factory=list)
-    """The steps of the chunk that is being filled, of each part."""
+    """The steps of the chunk that is being filled, for each array."""
 
     def failing(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """Within it what tells of a death is a ProcessFailed."""
+        """Make a context in which errors of MPI that mean a death become ProcessFailed."""
         return survival.failing(self.known.mpi, f"io.{operation}")
 
     def append(self, operation: str, worker: _Worker, time: Any, tree: Any) -> None:
@@ -424,12 +428,12 @@ class _Series:
         done = self._agree(operation, worker, failure, time, values)
         assert values is not None
         regions: list[Any] = []
-        for part, value in zip(self.parts, values, strict=True):  # all communicate, whether or not one has failed
+        for part, value in zip(self.parts, values, strict=True):  # each may communicate, so go on after an error
             region, error = agreement.attempt(partial(_copy, part, value))
             regions.append(region)
             failure = failure or error
         if failure is not None:
-            worker.failure = worker.failure or failure  # which the next append or close tells all
+            worker.failure = worker.failure or failure  # the next append or close raises it on all ranks
             return
         step = len(self.times)
         self.times.append(float(time))
@@ -439,50 +443,50 @@ class _Series:
             worker.submit(lambda: self.commit(done), False)
 
     def commit_all(self, operation: str, worker: _Worker) -> None:
-        """Makes all steps visible. Nothing is left for the thread to do."""
+        """Make all steps visible. Nothing is left for the thread to do."""
         self._finish_chunks(worker)
         done = self._agree(operation, worker, None, 0.0, [])
         agreement.on_root(self.comm, operation, lambda: self.commit(done))
 
     def commit(self, count: int) -> None:
-        """Makes so many steps visible, unless more are: the thread may do a later commit first."""
+        """Make `count` steps visible, unless more are: the thread may do a later commit first."""
         if count > self.committed:
             self.show(count)
 
     def show(self, count: int) -> None:
-        """Makes so many steps visible, and no others."""
+        """Make `count` steps visible, and no others."""
         if count != self.committed:
             write_steps(self.path, self.metas, self.plan, self.times[:count], self.committed)
             self.committed = count
 
     def _agree(self, operation: str, worker: _Worker, failure: Exception | None, time: Any, values: Any) -> int:
-        """How many steps all ranks have written. Raises what one of them has, or that they have other times."""
+        """Return how many steps all ranks have written. Raise an error of any rank, or an error for different times."""
         with_thread = failure or worker.failure
         if self.comm == MPI.COMM_NULL:
             raise ValueError(f"{operation}: the communicator has been freed: free it after the writer is closed.")
         number = 0.0 if with_thread else float(time)
         digest = 0.0 if with_thread else self._digest(values)
-        told = np.array([self.written, -(with_thread is not None), number, -number, digest, -digest], np.float64)
+        reduced = np.array([self.written, -(with_thread is not None), number, -number, digest, -digest], np.float64)
         with waiting(self.known, f"io.{operation}"):
             with failures.confirmed(self.comm):
-                self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
-            if told[1] or told[2] != -told[3] or told[4] != -told[5]:
+                self.comm.Allreduce(MPI.IN_PLACE, reduced, MPI.MIN)
+            if reduced[1] or reduced[2] != -reduced[3] or reduced[4] != -reduced[5]:
                 self._save_what_is_complete(worker)
-        if told[1]:
+        if reduced[1]:
             agreement.sums(self.comm, operation, with_thread)
-        if told[2] != -told[3]:
+        if reduced[2] != -reduced[3]:
             raise ValueError(
-                f"{operation}: ranks have passed other times, from {float(told[2])!r} to {float(-told[3])!r}."
+                f"{operation}: ranks have passed other times, from {float(reduced[2])!r} to {float(-reduced[3])!r}."
             )
-        if told[4] != -told[5]:
+        if reduced[4] != -reduced[5]:
             raise ValueError(
-                f"{operation}: what is not divided is not the same on all ranks, to the last bit: say with grid= that "
-                "it is a field, let rank 0 tell the others (jaxmpi.bcast), or leave it out with fields=."
+                f"{operation}: a value that is not divided differs between ranks. It must be the same to the last bit: "
+                "say with grid= that it is a field, send it from rank 0 (jaxmpi.bcast), or leave it out with fields=."
             )
-        return int(told[0])
+        return int(reduced[0])
 
     def _save_what_is_complete(self, worker: _Worker) -> None:
-        """Before all ranks raise an error: makes those steps visible that all have written."""
+        """Make the steps visible that all ranks have written, before all ranks raise an error."""
         worker.finish()
         self._finish_chunks(worker)
         done = self.comm.allreduce(self.written, MPI.MIN)
@@ -490,7 +494,7 @@ class _Series:
             agreement.attempt(lambda: self.commit(done))
 
     def _digest(self, values: Sequence[Any]) -> float:
-        """A number for what all ranks must have alike."""
+        """Return a number for the values that must be the same on all ranks."""
         whole = [
             records.digest(tiles.values_of(x))
             for part, x in zip(self.parts, values, strict=False)
@@ -500,7 +504,7 @@ class _Series:
 
     def _values(self, operation: str, time: Any, tree: Any) -> list[Any]:
         check_time(operation, time, self.times)
-        for division in layout.divided(self.given.grid):
+        for division in layout.divided(self.arguments.grid):
             division._check_alive(operation)
         leaves = self.signature.leaves(tree, operation)
         if leaves is None:
@@ -508,20 +512,20 @@ class _Series:
         return [records.array(part.record, x) for part, x in zip(self.parts, leaves, strict=True)]
 
     def _leaves_of_another(self, tree: Any, operation: str) -> list[Any]:
-        """The leaves of a tree of another signature. Raises ValueError unless its parts are the same nevertheless."""
-        found = _parts(self.comm, self.given, tree, _kept(self.metas), operation)
-        now = [part.record for part in found]
+        """Return the leaves of a tree of another signature. Raise ValueError if its arrays differ."""
+        arrays = _parts(self.comm, self.arguments, tree, _kept(self.metas), operation)
+        now = [part.record for part in arrays]
         if now != self.records:
             changed = next((a, b) for a, b in itertools.zip_longest(self.records, now) if a != b)
             raise ValueError(
                 f"{operation}: the fields are not those of the steps before: {changed[0]}, and now {changed[1]}. Pass "
                 "the same names, shapes and dtypes each time."
             )
-        self.signature = _Signature.of(tree, self.given, operation)
-        return [part.value for part in _of_steps(found)]
+        self.signature = _Signature.from_tree(tree, self.arguments, operation)
+        return [part.value for part in _of_steps(arrays)]
 
     def _write(self, step: int, regions: list[np.ndarray]) -> None:
-        """Adds a step to the chunk that is being filled, which is written when it is full."""
+        """Add a step to the chunk that is being filled. Write the chunk when it is full."""
         at = step % self.time_chunk
         if self.time_chunk == 1:
             self.buffers = [region[np.newaxis] for region in regions]
@@ -535,7 +539,7 @@ class _Series:
             self._write_chunks()
 
     def _finish_chunks(self, worker: _Worker) -> None:
-        """Writes the chunk that is being filled as it is."""
+        """Write the chunk that is being filled as it is."""
         if worker.failure is None and self.filled > self.written:
             _, worker.failure = agreement.attempt(self._write_chunks)
 
@@ -548,13 +552,13 @@ class _Series:
                 store.write(stored, part.source.region, values, (last,), anew=self.time_chunk > 1)
         self.written = self.filled
 
-    def _stored(self, part: Part, steps: int) -> store.Stored:
-        """The array of a part, as if it had so many steps already."""
+    def _stored(self, part: StoredArray, steps: int) -> store.Stored:
+        """Return the array of a leaf as if it already had `steps` steps."""
         meta = self.metas[part.record.name]
-        return store.Stored.of(self.path / part.record.name, {**meta, "shape": [steps, *meta["shape"][1:]]})
+        return store.Stored.from_meta(self.path / part.record.name, {**meta, "shape": [steps, *meta["shape"][1:]]})
 
-    def go_on_at(self, step: int) -> None:
-        """Takes the steps of the last chunk from the file, if it is not full."""
+    def continue_at(self, step: int) -> None:
+        """Read the steps of the last chunk from the file, if it is not full."""
         self.filled = self.written = step
         begun = step % self.time_chunk
         for part in self.parts if begun else ():
@@ -568,10 +572,10 @@ class _Series:
 
     @property
     def time_chunk(self) -> int:
-        return int(self.given.time_chunk)
+        return int(self.arguments.time_chunk)
 
 
-def _copy(part: Part, value: Any) -> np.ndarray:
+def _copy(part: StoredArray, value: Any) -> np.ndarray:
     assert part.source is not None
     return np.array(part.source.take(value))
 
@@ -588,18 +592,18 @@ def check_time(operation: str, time: Any, times: Sequence[float]) -> None:
 
 
 def _parts(
-    comm: MPI.Intracomm, its: Given, tree: Any, kept: Mapping[str, tuple[int, ...]], operation: str
-) -> list[Part]:
-    """The leaves that are written."""
+    comm: MPI.Intracomm, arguments: Arguments, tree: Any, kept: Mapping[str, tuple[int, ...]], operation: str
+) -> list[StoredArray]:
+    """Return the arrays of the leaves that are written."""
     names, leaves = trees.leaves(tree, operation)
-    divisions = trees.spread(its.grid, tree, operation)
-    widths = trees.spread_width(its.options.width, tree, operation)
-    chosen = names if its.names is None else [name for name in names if _is_among(name, its.names)]
-    if its.names is not None:
-        for name in its.names:
-            if not any(_is_among(found, (name,)) for found in names):
+    divisions = trees.spread(arguments.grid, tree, operation)
+    widths = trees.spread_width(arguments.options.width, tree, operation)
+    chosen = names if arguments.names is None else [name for name in names if _is_among(name, arguments.names)]
+    if arguments.names is not None:
+        for name in arguments.names:
+            if not any(_is_among(leaf, (name,)) for leaf in names):
                 raise ValueError(f"{operation}: fields has {name!r}, and the tree has {', '.join(names) or 'nothing'}.")
-    if its.options.dims is not None and TIME in its.options.dims:
+    if arguments.options.dims is not None and TIME in arguments.options.dims:
         raise ValueError(f"{operation}: dims has {TIME!r}, as the axis of time is called: pass another name.")
     if TIME in chosen:
         raise ValueError(f"{operation}: a leaf is called {TIME!r}, as the axis of time is: rename it.")
@@ -607,67 +611,67 @@ def _parts(
     def flat(values: Sequence[Any]) -> dict[str, Any]:
         return {name: value for name, value in zip(names, values, strict=True) if name in chosen}
 
-    options = dataclasses.replace(its.options, width=flat(widths), kept=kept)
-    found = layout.parts(flat(leaves), flat(divisions), comm, options, operation)
-    for part in found:
+    options = dataclasses.replace(arguments.options, width=flat(widths), kept=kept)
+    arrays = layout.parts(flat(leaves), flat(divisions), comm, options, operation)
+    for part in arrays:
         part.record = _of_series(part.record)
         if part.source is None:
             raise TypeError(
                 f"{operation}: {part.record.name} is {part.value!r:.60}: steps have arrays and numbers; texts are for "
                 'attrs={"": {...}}.'
             )
-    return found
+    return arrays
 
 
 def _is_among(name: str, chosen: Sequence[str]) -> bool:
-    return any(name == its or name.startswith(f"{its}.") for its in chosen)
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in chosen)
 
 
-# --- making a file, or going on with one ------------------------------------------------------------------------------
+# --- making a file, or continuing one ---------------------------------------------------------------------------------
 
 
-def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Series:
-    """The file, which is made, or found. All ranks call it."""
-    with layout.together(its.grid, its.comm, operation) as comm, commit.Lock() as lock:
-        known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
-        old = agreement.on_root(comm, operation, lambda: _old(path, its, operation, lock))
+def _open(operation: str, path: Path, arguments: Arguments, time: Any, tree: Any) -> _Series:
+    """Make the file, or open an existing one. All ranks call it."""
+    with layout.together(arguments.grid, arguments.comm, operation) as comm, commit.Lock() as lock:
+        known = communicators.resolve(layout.communicator(arguments.grid, arguments.comm, operation), operation)
+        old = agreement.on_root(comm, operation, lambda: _old(path, arguments, operation, lock))
         more: dict[str, Any] = {
-            "resume": its.resume,
-            "overwrite": its.overwrite,
-            "every": its.every,
-            "time_chunk": its.time_chunk,
-            "fields": its.names,
+            "resume": arguments.resume,
+            "overwrite": arguments.overwrite,
+            "every": arguments.every,
+            "time_chunk": arguments.time_chunk,
+            "fields": arguments.names,
         }
         more["time"], _ = agreement.attempt(lambda: float(time))
-        make = lambda: _plan(comm, path, its, time, tree, old, operation)  # noqa: E731
+        make = lambda: _plan(comm, path, arguments, time, tree, old, operation)  # noqa: E731
         plan = saving.agreed(comm, make, operation, **more)
         steps = _of_steps(plan.parts)
-        constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
-        found = [part.record for part in plan.parts]
-        signature = _Signature.of(tree, its, operation)
-        series = _Series(path, comm, known, its, steps, signature, {}, plan, [], 0, found)
+        constant = [part for part in plan.arrays() if all(part is not step for step in steps)]
+        fields = [part.record for part in plan.parts]
+        signature = _Signature.from_tree(tree, arguments, operation)
+        series = _Series(path, comm, known, arguments, steps, signature, {}, plan, [], 0, fields)
         if old is None:
             series.metas, series.lock = _make(operation, series, plan, constant)
             return series
-        series.given = dataclasses.replace(its, time_chunk=_time_chunk(old[1]))
-        _go_on(operation, series, constant, old, time)
+        series.arguments = dataclasses.replace(arguments, time_chunk=_time_chunk(old[1]))
+        _continue(operation, series, constant, old, time)
         series.lock = lock.moved()
         return series
 
 
-def _of_steps(parts: Sequence[Part]) -> list[Part]:
-    """What each step has; the indices of rows are there once."""
+def _of_steps(parts: Sequence[StoredArray]) -> list[StoredArray]:
+    """Return the arrays of each step. The indices of rows are stored once."""
     return [part for part in parts if part.record.type != "index"]
 
 
 def _grows(meta: Mapping[str, Any]) -> bool:
-    """Whether an array with these metadata has the axis of time."""
+    """Return whether an array with these metadata has the axis of time."""
     return list(meta["dimension_names"][:1]) == [TIME]
 
 
-def _old(path: Path, its: Given, operation: str, lock: commit.Lock) -> Any:
-    """The metadata of a file to go on with, which is locked, on rank 0; None if there is none."""
-    if not its.resume:
+def _old(path: Path, arguments: Arguments, operation: str, lock: commit.Lock) -> Any:
+    """Lock a file to continue, and return its metadata, on rank 0. None if it does not exist."""
+    if not arguments.resume:
         return None
     if commit.is_there(commit.replaced(path)) or commit.is_there(commit.partial(path)):
         commit.settle(path, operation)
@@ -686,32 +690,34 @@ def _old(path: Path, its: Given, operation: str, lock: commit.Lock) -> Any:
 
 
 def _parsed(path: Path, data: bytes, operation: str) -> tuple[list[records.Record], dict[str, Any], list[float]]:
-    """The fields, the metadata of the arrays and the times of a series."""
+    """Return the fields, the metadata of the arrays and the times of a series."""
     root = metadata.decode(path, data, operation)
     if root is None or "series" not in root.text:
         raise ValueError(f"{operation}: {path} is no series of a jaxmpi.io.Writer: choose another path.")
 
     def parse() -> tuple[list[records.Record], store.Stored]:
-        found = [_of_series(records.Record.of_json(its)) for its in root.text["leaves"]]
-        arrays = {name: store.Stored.of(path / name, meta) for name, meta in root.arrays.items()}
+        fields = [_of_series(records.Record.from_json(content)) for content in root.text["leaves"]]
+        arrays = {name: store.Stored.from_meta(path / name, meta) for name, meta in root.arrays.items()}
         for name, meta in root.arrays.items():
             if _grows(meta) and arrays[name].shape[0] != arrays[TIME].shape[0]:
                 raise ValueError(f"{name} has {arrays[name].shape[0]} steps of {arrays[TIME].shape[0]}")
-        return found, arrays[TIME]
+        return fields, arrays[TIME]
 
-    found, times = metadata.parsed(path, parse, operation)
-    return found, root.arrays, store.read(times, [(0, times.shape[0])]).tolist()
+    fields, times = metadata.parsed(path, parse, operation)
+    return fields, root.arrays, store.read(times, [(0, times.shape[0])]).tolist()
 
 
-def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old: Any, operation: str) -> saving.Plan:
+def _plan(
+    comm: MPI.Intracomm, path: Path, arguments: Arguments, time: Any, tree: Any, old: Any, operation: str
+) -> saving.Plan:
     kept = {} if old is None else _kept(old[1])
     check_time(operation, time, [])
-    parts = _parts(comm, its, tree, kept, operation)
-    coordinates = layout.coordinates(parts, its.options.coords, comm, operation)
-    of_time = Part(records.Record(TIME, "float"), None, None)
-    attributes = layout.attributes([*parts, *coordinates, of_time], its.options.attrs, operation)
+    parts = _parts(comm, arguments, tree, kept, operation)
+    coordinates = layout.coordinates(parts, arguments.options.coords, comm, operation)
+    of_time = StoredArray(records.Record(TIME, "float"), None, None)
+    attributes = layout.attributes([*parts, *coordinates, of_time], arguments.options.attrs, operation)
     more = {"series": True}
-    plan = saving.Plan(path, parts, coordinates, None, attributes, its.compressors, more, of_time.attributes)
+    plan = saving.Plan(path, parts, coordinates, None, attributes, arguments.compressors, more, of_time.attributes)
     if old is not None:
         theirs = {name: meta for name, meta in old[1].items() if name != TIME}
         mine = [part.record for part in parts]
@@ -734,7 +740,7 @@ def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old
 
 
 def _kept(metas: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of a chunk of a step, by array."""
+    """Return the shape of a chunk of a step, by array."""
     return {
         name: tuple(meta["chunk_grid"]["configuration"]["chunk_shape"][1:])
         for name, meta in metas.items()
@@ -743,20 +749,20 @@ def _kept(metas: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _time_chunk(metas: Mapping[str, Any]) -> int:
-    """How many steps a chunk has."""
+    """Return how many steps a chunk has."""
     grown = [meta for name, meta in metas.items() if _grows(meta) and name != TIME]
     return int(grown[0]["chunk_grid"]["configuration"]["chunk_shape"][0]) if grown else 1
 
 
-def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Part]) -> tuple[Any, commit.Lock]:
-    """Makes a file without steps, on all ranks together. Returns the metadata of its arrays, and the lock of it."""
+def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[StoredArray]) -> tuple[Any, commit.Lock]:
+    """Make a file without steps, on all ranks together. Return the metadata of its arrays, and its lock."""
     of_time = store.Entry(TIME, (0,), (_TIMES_IN_CHUNK,), np.dtype("<f8"), (TIME,), plan.of_time)
     entries = [saving.entry(part) for part in constant]
     for part in series.parts:
-        its = saving.entry(part)
+        entry = saving.entry(part)
         entries.append(
             dataclasses.replace(
-                its, shape=(0, *its.shape), chunks=(series.time_chunk, *its.chunks), dims=(TIME, *its.dims)
+                entry, shape=(0, *entry.shape), chunks=(series.time_chunk, *entry.chunks), dims=(TIME, *entry.dims)
             )
         )
 
@@ -765,11 +771,11 @@ def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Par
             folder, entries, plan.compressors
         )
 
-    return saving.publish(series.comm, plan, constant, make, operation, series.given.overwrite)
+    return saving.publish(series.comm, plan, constant, make, operation, series.arguments.overwrite)
 
 
-def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time: Any) -> None:
-    """Goes on with a file: steps that will come again are dropped. All ranks call it."""
+def _continue(operation: str, series: _Series, constant: list[StoredArray], old: Any, time: Any) -> None:
+    """Continue a file. Drop steps that the program will write again. All ranks call it."""
     _, series.metas, times = old
 
     def begin() -> sharing.Sign:
@@ -780,26 +786,26 @@ def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time
     for part in constant:
         values = agreement.on_all(series.comm, operation, partial(_copy, part, part.value))
         agreement.on_all(series.comm, operation, partial(_check_constant, operation, series, part, values))
-    kept = sum(its < float(time) for its in times)
+    kept = sum(known < float(time) for known in times)
     series.times, series.committed = times[:kept], len(times)
-    agreement.on_all(series.comm, operation, lambda: series.go_on_at(kept))
+    agreement.on_all(series.comm, operation, lambda: series.continue_at(kept))
     agreement.on_root(series.comm, operation, lambda: series.show(kept))
 
 
-def _check_constant(operation: str, series: _Series, part: Part, values: np.ndarray) -> None:
-    stored = store.Stored.of(series.path / part.record.name, series.metas[part.record.name])
+def _check_constant(operation: str, series: _Series, part: StoredArray, values: np.ndarray) -> None:
+    stored = store.Stored.from_meta(series.path / part.record.name, series.metas[part.record.name])
     assert part.source is not None
     region = part.source.region
     there = store.read(stored, region.points) if not region.nothing else values
     if not np.array_equal(there, values, equal_nan=values.dtype.kind in "fc"):
         raise ValueError(
-            f"{operation}: {part.record.name} is another one in {series.path}: pass the same rows and coordinates, or "
-            "choose another path."
+            f"{operation}: {part.record.name} differs from the one in {series.path}: pass the same rows and "
+            "coordinates, or choose another path."
         )
 
 
 def write_steps(path: Path, metas: dict[str, Any], plan: saving.Plan, times: Sequence[float], before: int) -> None:
-    """Makes the steps of these times visible, and no others."""
+    """Make the steps of these times visible, and no others."""
     count = len(times)
     for meta in metas.values():
         if _grows(meta):
@@ -809,9 +815,9 @@ def write_steps(path: Path, metas: dict[str, Any], plan: saving.Plan, times: Seq
             store.finish(path, metas, plan.attributes, plan.text())
         for number in range(min(before, count) // _TIMES_IN_CHUNK, -(-count // _TIMES_IN_CHUNK)):
             chunk = np.zeros(_TIMES_IN_CHUNK)
-            its = times[number * _TIMES_IN_CHUNK :][:_TIMES_IN_CHUNK]
-            chunk[: len(its)] = its
-            file = store.Stored.of(path / TIME, metas[TIME]).file((number,))
+            part = times[number * _TIMES_IN_CHUNK :][:_TIMES_IN_CHUNK]
+            chunk[: len(part)] = part
+            file = store.Stored.from_meta(path / TIME, metas[TIME]).file((number,))
             file.parent.mkdir(exist_ok=True)
             store.replace(file, store.checked(chunk.astype("<f8")))
         for name, meta in metas.items():

@@ -1,4 +1,4 @@
-"""Checks the arguments of grids, before anything is sent. Errors name function, argument, value and what to try."""
+"""Checks of the arguments of grids, before anything is sent. Errors name function, argument, value and what to do."""
 
 import itertools
 import math
@@ -17,11 +17,11 @@ from jaxmpi._jax import internals
 from jaxmpi._primitive import arguments, keys
 
 _MOST_AXES = 6
-"""The most axes of a grid: a halo has up to three to the power of this number of regions."""
+"""The largest number of axes of a grid. With n axes a halo has up to 3^n regions."""
 
 
 def check_numbers(x: Any, operation: str, name: str, rules: Rules) -> None:
-    """Raises ValueError for a boundary that the field's dtype cannot hold."""
+    """Raise ValueError for a boundary that the field's dtype cannot hold."""
     for rule in itertools.chain(*rules):
         if isinstance(rule, Number) and not _holds(x, rule.value):
             raise ValueError(f"{operation}: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
@@ -31,7 +31,7 @@ def _holds(x: Any, value: Any) -> bool:
     if keys.is_key(x):
         return False
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what is looked for here
+        warnings.simplefilter("ignore")  # the code below reports the problem
         number = np.asarray(value)
         held = number.astype(x.dtype).astype(number.dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating) or (internals.inexact(x) and number.dtype.kind != "c"):
@@ -40,14 +40,14 @@ def _holds(x: Any, value: Any) -> bool:
 
 
 def reach(rule: Any, width: int) -> int:
-    """How many cells of a block its halo at a wall is made of."""
+    """Return how many cells of a block are copied into its halo at a wall."""
     if width == 0 or rule not in RULES:
         return 0
     return {"edge": 1, "symmetric": width, "reflect": width + 1}[rule]
 
 
 def is_listed(values: Any) -> bool:
-    """Whether it is a sequence of values, and not one."""
+    """Return whether it is a sequence of values, and not a single one."""
     return isinstance(values, list | tuple | range) or (isinstance(values, np.ndarray) and values.ndim > 0)
 
 
@@ -60,11 +60,11 @@ def integers(values: Any, function: str, what: str) -> list[int]:
 
 
 def axis(value: Any, dimensions: int, function: str) -> int:
-    """An axis of a grid, from the front."""
-    found = _index(value, function, "axis")
-    if not -dimensions <= found < dimensions:
-        raise ValueError(f"{function}: there is no axis {found} in a grid of {dimensions}.")
-    return found % dimensions
+    """Return an axis of a grid, counted from the front."""
+    position = _index(value, function, "axis")
+    if not -dimensions <= position < dimensions:
+        raise ValueError(f"{function}: there is no axis {position} in a grid of {dimensions}.")
+    return position % dimensions
 
 
 def axes(values: Any, function: str) -> list[int]:
@@ -72,7 +72,7 @@ def axes(values: Any, function: str) -> list[int]:
 
 
 def indices(values: Any, dimensions: int, function: str) -> dict[int, int]:
-    """The index of a cell along some axes of a grid, which are counted from the front."""
+    """Return the index of a cell along some axes of a grid, which are counted from the front."""
     if values is None:
         return {}
     if not isinstance(values, Mapping):
@@ -80,34 +80,34 @@ def indices(values: Any, dimensions: int, function: str) -> dict[int, int]:
             f"{function}: index is {values!r:.60}: pass a dict with a global index for some axes of the grid, such as "
             "{0: 10}."
         )
-    found = {axis(key, dimensions, function): _index(value, function, "index") for key, value in values.items()}
-    if len(found) < len(values):
+    positions = {axis(key, dimensions, function): _index(value, function, "index") for key, value in values.items()}
+    if len(positions) < len(values):
         raise ValueError(f"{function}: index is {values!r:.60}: an axis is named twice.")
-    return found
+    return positions
 
 
 def _index(value: Any, function: str, what: str) -> int:
-    """An integer which says where, and not whether."""
+    """Return an integer that is a position. Refuse a truth value."""
     if isinstance(value, bool):
         raise TypeError(f"{function}: {what} must be a Python or NumPy integer, got {value} of type bool.")
     return arguments.integer(value, function, what)
 
 
 def fill_in(processes: list[int], size: int) -> tuple[int, ...]:
-    """The numbers of processes along the axes, with numbers in the place of zeros."""
+    """Return the numbers of processes along the axes, with numbers in the place of zeros."""
     if len(processes) > _MOST_AXES:
         raise ValueError(f"Grid: {len(processes)} axes; more than {_MOST_AXES} are not possible.")
     fixed = math.prod(number for number in processes if number)
     if not processes or min(processes) < 0 or size % fixed or (0 not in processes and fixed != size):
         raise ValueError(
             f"Grid: {tuple(processes)} processes, and the communicator has {size} ranks: their product must be that "
-            "number. 0 along an axis is chosen: jaxmpi.Grid((0, 0))."
+            "number. For 0 along an axis a number is chosen: jaxmpi.Grid((0, 0))."
         )
     return tuple(MPI.Compute_dims(size, processes))
 
 
 def blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The cells of each process along each axis."""
+    """Return the cells of each process along each axis."""
     if shape is None:
         return tuple((0,) * number for number in dims)
     sizes = list(shape) if is_listed(shape) else [shape]
@@ -142,7 +142,7 @@ def truths(values: Any, dimensions: int) -> tuple[bool, ...]:
 
 
 def is_of_all(boundary: Any) -> bool:
-    """Whether it is one rule, or those of axes and sides, and not a tree with a boundary for each field."""
+    """Return whether it is one rule, or rules of axes and sides, and not a tree with a boundary for each field."""
     if isinstance(boundary, list | tuple):
         return not hasattr(boundary, "_fields")
     return boundary is None or jax.tree_util.all_leaves([boundary])
@@ -188,7 +188,7 @@ def rule(value: Any, function: str) -> Rule:
         number = np.asarray(value)
         if number.dtype.kind in "biufc":
             return Number(repr(number.item()), number.item())
-        if jnp.issubdtype(number.dtype, jnp.floating):  # of ml_dtypes
+        if jnp.issubdtype(number.dtype, jnp.floating):  # a dtype of ml_dtypes
             return Number(repr(float(number)), float(number))
     raise ValueError(
         f"{function}: boundary has the rule {value!r}: possible are None, a number, {', '.join(map(repr, RULES))}."

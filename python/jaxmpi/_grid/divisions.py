@@ -1,11 +1,12 @@
 """Redistribution: blocks of one division of a global array become blocks of another one.
 
-Both divisions are grids over the same ranks. Each cell of the global array goes from the rank in whose block it is to
-the rank in whose block it is to be; blocks are boxes, so what one rank has for another is a box too, and both know it
-from the two divisions. A rank sends one message to each rank whose block its own meets, and to no other.
+Both divisions are grids over the same ranks. Each cell of the global array goes from the rank whose block contains it
+now to the rank whose new block contains it. Blocks are boxes, so the cells that one rank sends to another are a box,
+too. Both ranks know this box from the two divisions. A rank sends one message to each rank whose block overlaps its
+own, and to no other.
 
-A staggered field has one point more along an axis, and blocks that meet there have it in common. The block behind the
-point sends it, except for the last point of the axis, and each block that contains it receives it.
+A staggered field has one point more along an axis, and adjacent blocks share a point. The block behind the point sends
+it, except for the last point of the axis, and each block that contains it receives it.
 """
 
 import itertools
@@ -25,8 +26,8 @@ Interval = tuple[int, int]
 """Start and end of cells along one axis of the global array."""
 
 Spec = tuple[tuple[int, ...], tuple[bool, ...], str]
-"""The axes of a field that are the grids', from the end, in the grids' order; along which of them it is staggered; its
-name, which the ranks compare."""
+"""The axes of a field that belong to the grids, from the end, in the grids' order; along which of them it is staggered;
+the name, which the ranks compare."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class Division:
     widths: Widths
 
     def owned(self, axis: int, staggered: bool) -> list[Interval]:
-        """The cells along an axis that each process along it has to give."""
+        """Return the cells along an axis that each process along it sends."""
         *others, (start, end) = self.layout.intervals(axis)
         return [*others, (start, end + staggered)]
 
     def contained(self, axis: int, staggered: bool) -> list[Interval]:
-        """The cells along an axis in the block of each process along it."""
+        """Return the cells along an axis in the block of each process along it."""
         return [(start, end + staggered) for start, end in self.layout.intervals(axis)]
 
     def shape(self, rank: int, shape: Sequence[int], place: Spec) -> tuple[int, ...]:
-        """The shape of a rank's array, from that of any rank's."""
+        """Return the shape of a rank's array, from the shape of any rank's array."""
         sizes = list(shape)
         for axis, extra, size, pair in zip(*place[:2], self.layout.block(rank), self.widths, strict=True):
             sizes[axis] = size + extra + sum(pair)
@@ -67,7 +68,7 @@ class Redistribution:
         return places
 
     def behind(self, place: Spec, axes: int) -> Spec:
-        """The place of a field that has that many axes more, behind all of its own."""
+        """Return the place of a field that has `axes` more axes, behind all others."""
         chosen, staggered, name = place
         return tuple(axis - axes for axis in chosen), staggered, name
 
@@ -86,20 +87,20 @@ class Redistribution:
 
 
 def best_division(shape: Sequence[int], processes: Sequence[int], whole: int) -> tuple[int, ...]:
-    """Numbers of processes, one along the axis `whole`, by the rule of `Grid.pencil`."""
+    """Return numbers of processes, one along the axis `whole`, by the rule of `Grid.pencil`."""
 
     def cost(dims: Sequence[int]) -> tuple[int, int, int, int, tuple[int, ...]]:
         largest = math.prod(-(-size // number) for size, number in zip(shape, dims, strict=True))
         messages = math.prod(-(-new // old) for new, old in zip(dims, processes, strict=True))
         changed = sum(new != old for new, old in zip(dims, processes, strict=True))
-        # Of several the one that cuts the last axis least: rows along it are contiguous in memory.
+        # Of several, take the one that cuts the last axis least, because rows along it are contiguous in memory.
         return largest, messages, changed, max(dims), tuple(dims[::-1])
 
     return min(_factorizations(math.prod(processes), len(shape), whole), key=cost)
 
 
 def _factorizations(number: int, axes: int, whole: int) -> Iterator[tuple[int, ...]]:
-    """All numbers of processes along the axes whose product is this one, with one along the axis `whole`."""
+    """Yield all numbers of processes along the axes whose product is `number`, with one along the axis `whole`."""
     if axes == 0:
         if number == 1:
             yield ()
@@ -109,8 +110,8 @@ def _factorizations(number: int, axes: int, whole: int) -> Iterator[tuple[int, .
             yield (first, *rest)
 
 
-def _meeting(mine: Interval, theirs: Sequence[Interval]) -> list[tuple[int, Interval]]:
-    """The intervals that have cells in common with this one: the number of each, and those cells."""
+def _overlaps(mine: Interval, theirs: Sequence[Interval]) -> list[tuple[int, Interval]]:
+    """Return the intervals that overlap this one: the number of each, and the common cells."""
     common = ((at, (max(mine[0], start), min(mine[1], end))) for at, (start, end) in enumerate(theirs))
     return [(at, (start, end)) for at, (start, end) in common if start < end]
 
@@ -118,14 +119,14 @@ def _meeting(mine: Interval, theirs: Sequence[Interval]) -> list[tuple[int, Inte
 def _boxes(
     here: Sequence[Interval], there: Sequence[Sequence[Interval]], layout: Layout
 ) -> Iterator[tuple[int, tuple[Interval, ...]]]:
-    """The ranks of a layout whose boxes meet the box `here`, and the cells that they have in common with it; `there`
-    are the intervals of the layout along each axis."""
-    for chosen in itertools.product(*map(_meeting, here, there)):
+    """Yield the ranks of a layout whose boxes overlap the box `here`, and the common cells. `there`: the intervals of
+    the layout along each axis."""
+    for chosen in itertools.product(*map(_overlaps, here, there)):
         yield layout.rank([at for at, _ in chosen]), tuple(common for _, common in chosen)
 
 
 def _box(cells: Sequence[Interval], division: Division, rank: int, shape: Sequence[int], axes: Sequence[int]) -> Box:
-    """Cells of the global array, in the array of a rank."""
+    """Return the box of cells of the global array in the array of a rank."""
     starts, counts = [0] * len(shape), list(shape)
     at = division.layout.coordinates(rank)
     for axis, (place, (start, end)) in enumerate(zip(axes, cells, strict=True)):
@@ -143,7 +144,7 @@ def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, .
         axes, staggered, name = place
         owned = [source.owned(axis, extra) for axis, extra in enumerate(staggered)]
         wanted = [target.contained(axis, extra) for axis, extra in enumerate(staggered)]
-        # The arrays of other ranks have other shapes, but only what is of this rank is looked at in a move.
+        # The arrays of other ranks have other shapes, but a move uses only the shape of this rank.
         shapes = [division.shape(rank, aval.shape, place) for division in (source, target)]
         of_source = [owned[i][at] for i, at in enumerate(source.layout.coordinates(rank))]
         of_target = [wanted[i][at] for i, at in enumerate(target.layout.coordinates(rank))]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._grid import arguments as given
+from jaxmpi._grid import arguments as checks
 from jaxmpi._grid import halos
 from jaxmpi._grid.divisions import best_division
 from jaxmpi._grid.halos import Halo, Layout, Rules
@@ -30,20 +30,21 @@ class Grid(communicators.Local):
     """Processes in a Cartesian grid, each with a block of global arrays.
 
     Args:
-      processes: how many along each axis, such as `(2, 3)`; 0 is chosen, as by MPI_Dims_create. Their product is the
-        number of ranks of the communicator. Rank 0 is at (0, 0), rank 1 at (0, 1): the last axis varies fastest, as in
-        MPI_Cart_create. None: those of `comm`, a Cartesian communicator. Others are another division among its ranks.
-      shape: cells of the global arrays along each axis. A process has a contiguous block of them; if an axis cannot be
-        divided evenly, its first processes have one cell more. For blocks of other sizes an axis may be a sequence with
-        a size for each of its processes. None: blocks and exchanges are not possible, neighbours are.
+      processes: how many along each axis, for example `(2, 3)`. For 0 a number is chosen, as by MPI_Dims_create. The
+        product is the number of ranks of the communicator. Rank 0 is at (0, 0), rank 1 at (0, 1): the last axis varies
+        fastest, as in MPI_Cart_create. None: as in `comm`, a Cartesian communicator. Other numbers than in `comm` give
+        another division among the same ranks.
+      shape: cells of the global arrays along each axis. A process has a contiguous block of them. If an axis cannot be
+        divided evenly, the first processes have one cell more. For blocks of other sizes an axis may be a sequence with
+        a size for each process along it. None: blocks and exchanges are not possible, neighbours are.
       periodic: whether the last process along an axis is next to the first: one truth value, or one for each axis. With
         a Cartesian communicator of as many axes None means its own periods.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None. All of its ranks make the same grid; whether
-        they do is not communicated here, but by each exchange.
+      comm: an intra-communicator. None: a clone of COMM_WORLD. All ranks of it make the same grid. This is not checked
+        here, but by each exchange.
 
     Raises:
-      ValueError, TypeError: the processes are not those of the communicator, or an argument is of the wrong type or
-        length. On this rank; nothing is sent.
+      ValueError, TypeError: the processes do not fit the communicator, or an argument has the wrong type or length. On
+        this rank; nothing is sent.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class Grid(communicators.Local):
         self._comm = communicators.resolve(comm, "Grid")
         self._mpi = communicators.default_mpi() if comm is None else comm
         if comm is not None and comm.Get_topology() == MPI.CART:
-            its_dims, its_periods = comm.Get_topo()[:2]  # type: ignore[attr-defined]
-            processes = its_dims if processes is None else processes
-            if periodic is None and len(given.integers(processes, "Grid", "processes")) == len(its_dims):
-                periodic = [bool(period) for period in its_periods]
+            cart_dims, cart_periods = comm.Get_topo()[:2]  # type: ignore[attr-defined]
+            processes = cart_dims if processes is None else processes
+            if periodic is None and len(checks.integers(processes, "Grid", "processes")) == len(cart_dims):
+                periodic = [bool(period) for period in cart_periods]
         if processes is None:
             raise ValueError(
                 "Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm."
             )
-        dims = given.fill_in(given.integers(processes, "Grid", "processes"), self._comm.size)
-        periods = given.truths(False if periodic is None else periodic, len(dims))
-        self._layout = Layout(given.blocks(shape, dims), periods)
+        dims = checks.fill_in(checks.integers(processes, "Grid", "processes"), self._comm.size)
+        periods = checks.truths(False if periodic is None else periodic, len(dims))
+        self._layout = Layout(checks.blocks(shape, dims), periods)
         self._has_shape = shape is not None
 
     def __repr__(self) -> str:
@@ -75,8 +76,8 @@ class Grid(communicators.Local):
         return f"Grid({self.processes}{cells}, periodic {self.periodic}, coordinates {self.coordinates})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether another grid divides the same arrays alike, on the same communicator: as a static argument of
-        `jax.jit` it is the same."""
+        """Return whether another grid divides the same arrays in the same way, on the same communicator. `jax.jit`
+        takes it as the same static argument."""
         if not isinstance(other, Grid):
             return NotImplemented
         return (self._comm, self._layout, self._has_shape) == (other._comm, other._layout, other._has_shape)
@@ -84,7 +85,7 @@ class Grid(communicators.Local):
     def __hash__(self) -> int:
         return hash((self._layout, self._has_shape))
 
-    # --- what it is ------------------------------------------------------------------------------------------------
+    # --- sizes and neighbours --------------------------------------------------------------------------------------
 
     @property
     def comm(self) -> MPI.Comm:
@@ -93,7 +94,7 @@ class Grid(communicators.Local):
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """How many along each axis."""
+        """The number of processes along each axis."""
         return self._layout.dims
 
     @property
@@ -108,24 +109,24 @@ class Grid(communicators.Local):
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Cells of global arrays."""
+        """The cells of global arrays."""
         self._need_shape("Grid.global_shape")
         return tuple(map(sum, self._layout.blocks))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Cells of this process's block, without halo."""
+        """The cells of this process's block, without halo."""
         self._need_shape("Grid.local_shape")
         return self._layout.block(self._comm.rank)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where this process's block lies in global arrays. `np.ogrid[grid.slices]` has the global indices of its
-        cells, an array for each axis, which broadcast against the block."""
+        """The place of this process's block in global arrays. `np.ogrid[grid.slices]` has the global indices of the
+        cells: an array for each axis, which broadcasts against the block."""
         return self._slices_of(self._comm.rank, "Grid.slices")
 
     def slices_of(self, rank: int) -> tuple[slice, ...]:
-        """Where the block of a rank lies in global arrays."""
+        """Return the place of a rank's block in global arrays."""
         return self._slices_of(arguments.rank(rank, self._comm, "Grid.slices_of", "rank"), "Grid.slices_of")
 
     def _slices_of(self, rank: int, function: str) -> tuple[slice, ...]:
@@ -133,7 +134,7 @@ class Grid(communicators.Local):
         return tuple(slice(start, start + size) for start, size in self._extents(rank, (0,) * len(self.processes)))
 
     def neighbor(self, axis: int, distance: int = 1) -> int:
-        """The rank `distance` processes further along an axis; `MPI.PROC_NULL` beyond a wall."""
+        """Return the rank `distance` processes further along an axis, or `MPI.PROC_NULL` beyond a wall."""
         axis = self._axis(axis, "Grid.neighbor")
         return self._neighbor(axis, arguments.integer(distance, "Grid.neighbor", "distance"))
 
@@ -145,7 +146,7 @@ class Grid(communicators.Local):
         return self._layout.rank(there) if 0 <= there[axis] < self.processes[axis] else MPI.PROC_NULL
 
     def is_wall(self, axis: int, side: int) -> bool:
-        """Whether this process is at a wall: at the beginning of an axis (`side` -1), or at its end (1)."""
+        """Return whether this process is at a wall: at the beginning of an axis (`side` -1), or at its end (1)."""
         axis = self._axis(axis, "Grid.is_wall")
         if arguments.integer(side, "Grid.is_wall", "side") not in (-1, 1):
             raise ValueError(
@@ -163,33 +164,33 @@ class Grid(communicators.Local):
         communicators.check_alive(self._mpi, operation, "grid")
 
     def _extents(self, rank: int, staggered: Sequence[int]) -> list[tuple[int, int]]:
-        """Start and size of a block along each axis."""
-        found = []
+        """Return start and size of a block along each axis."""
+        extents = []
         for axis, (at, extra) in enumerate(zip(self._layout.coordinates(rank), staggered, strict=True)):
             start, end = self._layout.intervals(axis)[at]
-            found.append((start, end - start + extra))
-        return found
+            extents.append((start, end - start + extra))
+        return extents
 
     def _same_ranks(self, other: "Grid") -> bool:
-        """Whether the communicator of another grid has the same ranks in the same order. Nothing is communicated."""
+        """Return whether the communicator of another grid has the same ranks in the same order, without messages."""
         if self._comm is other._comm:
             return True
         return MPI.Comm.Compare(self._mpi, other._mpi) in (MPI.IDENT, MPI.CONGRUENT)
 
     def pencil(self, axis: int) -> "Grid":
-        """The grid over the same ranks in which an axis is whole: each process has all cells along it.
+        """Return the grid over the same ranks in which an axis is whole: each process has all cells along it.
 
-        The processes along this axis are moved to the others, in the way that makes the largest block smallest; of
-        several such ways in the one with the fewest messages between the two grids, then in the one that leaves most
-        axes as they are, then as evenly as can be, and rather along the first axes than along the last.
-        `jaxmpi.redistribute` moves data between the two grids.
+        The processes along this axis move to the other axes. Of all ways to do this, the grid has the way whose largest
+        block is smallest. If there are several, the first of these criteria that differs decides: the fewest messages
+        between the two grids, the most axes that stay as they are, the most even division, and the more processes along
+        the first axes. `jaxmpi.redistribute` moves data between the two grids.
 
         Args:
           axis: an axis of the grid.
 
         Returns:
-          A `Grid` of the same global shape, periodicity and communicator. Axes whose processes stay as many keep their
-          blocks; others are divided as evenly as can be. An axis that is whole already: this grid.
+          A `Grid` of the same global shape, periodicity and communicator. Axes with the same number of processes keep
+          their blocks, others are divided as evenly as possible. If the axis is whole already: this grid.
 
         Raises:
           ValueError: there is no such axis, or the grid has one axis alone and several processes.
@@ -200,8 +201,8 @@ class Grid(communicators.Local):
             return self
         if len(self.processes) == 1:
             raise ValueError(
-                f"Grid.pencil: a grid of one axis with {self.processes[0]} processes: where that axis is whole there "
-                "is no other one to divide. Use a grid of two axes or more."
+                f"Grid.pencil: a grid of one axis with {self.processes[0]} processes has no other axis to divide "
+                "when this one is whole. Use a grid of two axes or more."
             )
         dims = best_division(self.global_shape, self.processes, axis)
         shape = [
@@ -211,14 +212,14 @@ class Grid(communicators.Local):
         return self._like(dims, shape)
 
     def _like(self, processes: Sequence[int], shape: Sequence[int | Sequence[int]]) -> "Grid":
-        """A grid over the same ranks with other processes or another shape."""
-        made = object.__new__(Grid)
-        made._comm, made._mpi, made._has_shape = self._comm, self._mpi, True
-        made._layout = Layout(given.blocks(shape, tuple(processes)), self.periodic)
-        return made
+        """Make a grid over the same ranks with other processes or another shape."""
+        grid = object.__new__(Grid)
+        grid._comm, grid._mpi, grid._has_shape = self._comm, self._mpi, True
+        grid._layout = Layout(checks.blocks(shape, tuple(processes)), self.periodic)
+        return grid
 
     def _axis(self, axis: int, function: str) -> int:
-        return given.axis(axis, len(self.processes), function)
+        return checks.axis(axis, len(self.processes), function)
 
     # --- the exchange ----------------------------------------------------------------------------------------------
 
@@ -231,41 +232,41 @@ class Grid(communicators.Local):
         corners: bool = True,
         boundary: Any = None,
     ) -> Any:
-        """Fills the halos of fields with the cells of the neighbours: one operation, and one message to each neighbour.
+        """Fill the halos of fields with the cells of the neighbours: one operation, and one message to each neighbour.
 
-        A field is this process's block of a global array with its halo around it: of shape `local_shape`, plus the
-        widths along each axis. It may be longer by one along an axis, like the points between cells and at both ends of
-        a staggered grid: then its last point is the first of the next process, both of which compute it, and the halo
-        goes on behind it.
+        A field is this process's block of a global array with the halo around it: of shape `local_shape`, plus the
+        widths along each axis. A staggered field is longer by one along an axis, like the points between cells and at
+        both ends. Then the last point is the first of the next process. Both processes compute it, and the halo begins
+        behind it.
 
-        All ranks of the grid call it. The map is linear (but for a boundary that is a number): its transpose adds each
-        cell of the halo to the cell that it was copied from, and clears it, by one operation as well. Under `jax.vmap`
-        a batch travels in the same messages.
+        All ranks of the grid call it. The map is linear, except for a boundary that is a number. The transpose adds
+        each cell of the halo to the cell that it was copied from, and clears it. This is one operation as well. Under
+        `jax.vmap` a batch travels in the same messages.
 
         Args:
-          fields: an array of any dtype that can be communicated, or a pytree of such, of any dtypes and shapes.
+          fields: an array of any dtype that can be communicated, or a pytree of arrays with any dtypes and shapes.
           width: of the halo, in cells, static: one number; or for each axis of the grid a number, or a pair (before the
             block, behind it). 0: no halo there. Unlike in `numpy.pad`, (1, 2) is 1 along the first axis and 2 along the
-            second; [(1, 2), (1, 2)] is 1 before and 2 behind along both.
-          axes: which axes of the arrays are those of the grid, in its order; the last ones where it is None. Others,
-            such as components or levels, belong to each cell.
-          corners: whether the halo has corners (and edges in 3-D), which come from diagonal neighbours; otherwise they
-            are left as they are.
-          boundary: what the halo at a wall becomes. None: it is left as it is, and what lies there is exchanged along
-            the other axes. A number, "edge", "reflect" or "symmetric": the rules of `numpy.pad`. Or for each axis of
-            the grid one of these, or a pair of them (before, behind). Or a dict (or NamedTuple) like that of the fields
-            with a boundary for each, such as `{"h": "edge", "v": 0}`; a list or a tuple always is of the grid's axes.
+            second. [(1, 2), (1, 2)] is 1 before and 2 behind along both.
+          axes: which axes of the arrays belong to the grid, in the grid's order. None: the last ones. Other axes, for
+            example components or levels, belong to each cell.
+          corners: whether the halo has corners (and edges in 3-D), which come from diagonal neighbours. Otherwise they
+            stay as they are.
+          boundary: the rule for the halo at a wall. None: it stays as it is, and is exchanged along the other axes. A
+            number, "edge", "reflect" or "symmetric": the rules of `numpy.pad`. Or for each axis of the grid one of
+            these, or a pair of them (before, behind). Or a dict (or NamedTuple) like the fields with a boundary for
+            each, for example `{"h": "edge", "v": 0}`. A list or a tuple always has one entry for each axis of the grid.
 
         Returns:
-          The fields with their halos filled, of the same structure, shapes and dtypes; blocks are not changed.
+          The fields with filled halos, of the same structure, shapes and dtypes. Blocks do not change.
 
         Raises:
           ValueError: a field does not fit the grid, or a block is smaller than a halo that is copied from it, which all
-            ranks find. TypeError: an argument is of the wrong type, or traced. Both while tracing, before anything is
-            sent.
-          jax.errors.JaxRuntimeError: at run time, on each rank that receives something that is not of the same call:
-            the ranks passed other fields or arguments, or called in another order. With `JAXMPI_CHECK=1` on all ranks,
-            before anything is sent.
+            ranks notice. While tracing, before anything is sent.
+          TypeError: an argument is of the wrong type, or traced. At the same time.
+          jax.errors.JaxRuntimeError: at run time, on each rank that receives a message of another call: the ranks
+            passed other fields or arguments, or called in another order. With `JAXMPI_CHECK=1` on all ranks, before
+            anything is sent.
         """
         arrays, structure, params = self._exchange("Grid.exchange", fields, width, axes, corners, boundary)
         return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
@@ -279,31 +280,31 @@ class Grid(communicators.Local):
         corners: bool = True,
         boundary: Any = None,
     ) -> Any:
-        """Adds the halos of fields to the cells of which they are copies, and clears them: the transpose of `exchange`.
+        """Add the halos of fields to the cells that they copy, and clear them: the transpose of `exchange`.
 
-        It is for deposits: a rank adds what its particles or elements contribute to its block and to the halo around
-        it, and this function brings the halo's part to the ranks that own these cells. It is one operation, with one
-        message to each neighbour. What comes from several ranks is added in the order of the ranks.
+        It is for deposits: a rank adds the contributions of its particles or elements to its block and to the halo.
+        This function brings the halo's part to the ranks that own these cells. It is one operation, with one message to
+        each neighbour. Contributions of several ranks are added in the order of the ranks.
 
         All ranks of the grid call it. It is linear, and its transpose is `exchange` (with 0 in the place of a boundary
         that is a number). Under `jax.vmap` a batch travels in the same messages. Reports of waiting and errors at run
         time name it Grid.exchange.
 
         Args:
-          fields: an array of any dtype that can be added, or a pytree of such, of the shapes that `exchange` takes. Of
-            the points that two processes of a staggered field have in common each process keeps its own value.
+          fields: an array of any dtype that can be added, or a pytree of arrays, of the shapes that `exchange` takes.
+            If two processes of a staggered field share a point, each keeps its own value.
           width, axes: as in `exchange`.
-          corners: whether corners (and edges in 3-D) of the halo are added to the cells of diagonal neighbours;
-            otherwise they are left as they are.
-          boundary: what becomes of the halo at a wall, in the forms that `exchange` takes. None: it is left as it is,
-            and the others' halos beside it are added to it. "edge", "reflect" or "symmetric": each cell of it is added
-            to the cell of which the rule makes it a copy, and cleared. A number: it is cleared, and the number itself
-            does not matter.
+          corners: whether corners (and edges in 3-D) of the halo are added to the cells of diagonal neighbours.
+            Otherwise they stay as they are.
+          boundary: the rule for the halo at a wall, in the forms that `exchange` takes. None: it stays as it is, and
+            the adjacent halos of others are added to it. "edge", "reflect" or "symmetric": each cell of it is added to
+            the cell that it copies under the rule, and cleared. A number: it is cleared, and the number itself does not
+            matter.
 
         Returns:
           The fields, of the same structure, shapes and dtypes, with zeros in the halo that has been added.
 
-        Raises: what `exchange` raises; TypeError for a dtype that cannot be added.
+        Raises: as `exchange`; TypeError for a dtype that cannot be added.
         """
         arrays, structure, params = self._exchange("Grid.accumulate", fields, width, axes, corners, boundary, True)
         return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
@@ -318,20 +319,20 @@ class Grid(communicators.Local):
         boundary: Any,
         adjoint: bool = False,
     ) -> tuple[list[Any], Any, Planned]:
-        """The arrays of an exchange or of its adjoint, their structure, and the parameters."""
+        """Return the arrays of an exchange or of the adjoint, their structure, and the parameters."""
         self._need_shape(operation)
         self._check_alive(operation)
         arrays, names, structure = arguments.leaves(fields, operation, "fields", _added if adjoint else arguments.array)
-        corners = given.truth(corners, operation, "corners")
-        halo = Halo(self._layout, given.widths(width, len(self.processes), operation), corners)
+        corners = checks.truth(corners, operation, "corners")
+        halo = Halo(self._layout, checks.widths(width, len(self.processes), operation), corners)
         rules = self._rules_of(fields, len(arrays), halo, boundary, operation)
         places = []
-        for x, name, its in zip(arrays, names, rules, strict=True):
+        for x, name, own_rules in zip(arrays, names, rules, strict=True):
             at = self._axes_of(x, operation, name, axes)
             self._check_field(x, operation, name, at, halo)
             if not adjoint:
-                given.check_numbers(x, operation, name, its)
-            places.append((at, its, name))
+                checks.check_numbers(x, operation, name, own_rules)
+            places.append((at, own_rules, name))
         specs = halo.linear(places) if adjoint else tuple(places)
         return arrays, structure, Planned(self._comm, halo, specs, adjoint)
 
@@ -344,40 +345,40 @@ class Grid(communicators.Local):
         corners: bool = True,
         boundary: Any = None,
     ) -> Request:
-        """Starts an exchange: what the neighbours need is on its way while other cells are computed.
+        """Start an exchange: cells travel to the neighbours while the program computes other cells.
 
-        Args: those of `exchange`. 100 arrays at most.
+        Args: as `exchange`. 100 arrays at most.
 
         Returns:
           A `Request`, for `finish`. It holds the fields too, so it is a pytree with their arrays.
 
-        Raises: what `exchange` raises while tracing; its errors at run time are raised by `finish`.
+        Raises: as `exchange` while tracing. `finish` raises the errors at run time.
         """
         arrays, structure, params = self._exchange("Grid.start", fields, width, axes, corners, boundary)
         return start_exchange("Grid.start", params, arrays, structure)
 
     def finish(self, request: Request, *, after: Any = None) -> Any:
-        """Waits for an exchange that `start` has started.
+        """Wait for an exchange that `start` has started.
 
         Args:
-          request: what `start` returned; waited for once.
-          after: an array, or a pytree of such: computed before the wait begins (`jaxmpi.wait`).
+          request: the result of `start`. Wait for it once.
+          after: an array, or a pytree of arrays, which is computed before the wait begins (`jaxmpi.wait`).
 
         Returns:
-          The fields with their halos filled, as `exchange` returns them; with `after` `(fields, after)`.
+          The fields with filled halos, as `exchange` returns them. With `after`: `(fields, after)`.
 
         Raises:
           TypeError: not a request of a grid.
-          jax.errors.JaxRuntimeError: at run time, what `exchange` raises; or it has been waited for already.
+          jax.errors.JaxRuntimeError: at run time, as `exchange`; or the program has waited for it already.
         """
         if not is_of_grid(request):
-            raise TypeError(f"Grid.finish: what Grid.start has returned is needed, got {request!r:.80}.")
+            raise TypeError(f"Grid.finish: pass the result of Grid.start, got {request!r:.80}.")
         return wait(request, after=after)
 
     def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
-        """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""
+        """Return blocks with halos of zeros around them, which `exchange` fills. Takes a pytree of arrays, too."""
         arrays, names, structure = arguments.leaves(blocks, "Grid.pad", "blocks")
-        widths = given.widths(width, len(self.processes), "Grid.pad")
+        widths = checks.widths(width, len(self.processes), "Grid.pad")
         cuts = [
             _Cut(tuple(x.shape), self._axes_of(x, "Grid.pad", name, axes), (0,) * len(widths))
             for x, name in zip(arrays, names, strict=True)
@@ -397,21 +398,21 @@ class Grid(communicators.Local):
         axes: Sequence[int] | None = None,
         boundary: Any = None,
     ) -> Any:
-        """This process's blocks of global arrays, with halos if `width` is given.
+        """Return this process's blocks of global arrays, with halos if `width` is not 0.
 
         Args:
           x: on root an array of shape `global_shape` along the axes of the grid, or longer by one where it is
-            staggered; on other ranks a template of that shape, whose values are not read, such as a
-            `jax.ShapeDtypeStruct`. Or pytrees of such. With root None all ranks have the array.
-          root: rank that sends, static. None: each rank takes its block from its own array, and nothing is sent unless
-            `width` is given.
-          width, axes, boundary: as in `exchange`, by which the halos are filled; without a rule they are zero at walls.
+            staggered. On other ranks a template of the same shape, whose values are not read, for example a
+            `jax.ShapeDtypeStruct`. Or pytrees of these. With root None all ranks have the array.
+          root: rank that sends, static. None: each rank takes the block from its own array, and nothing is sent unless
+            `width` is not 0.
+          width, axes, boundary: as in `exchange`, which fills the halos. Without a rule they are zero at walls.
 
         Returns:
           The blocks, of the same structure and dtypes.
 
         Raises:
-          ValueError, TypeError: as in `exchange`, and if an array has not the global shape; while tracing.
+          ValueError, TypeError: as in `exchange`, and if an array does not have the global shape. While tracing.
         """
         self._need_shape("Grid.scatter")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.scatter", "root")
@@ -423,22 +424,22 @@ class Grid(communicators.Local):
             self._cut(array.shape, axes, self.global_shape, "Grid.scatter", name)
             for array, name in zip(arrays, names, strict=True)
         ]
-        halo = Halo(self._layout, given.widths(width, len(self.processes), "Grid.scatter"), True)
+        halo = Halo(self._layout, checks.widths(width, len(self.processes), "Grid.scatter"), True)
         rules = self._rules_of(x, len(arrays), halo, boundary, "Grid.scatter")
         has_halo = any(map(any, halo.widths))
         if has_halo or root is not None:
             self._check_alive("Grid.scatter")
         if has_halo:
-            for array, name, its in zip(arrays, names, rules, strict=True):
-                given.check_numbers(array, "Grid.scatter", name, its)
+            for array, name, own_rules in zip(arrays, names, rules, strict=True):
+                checks.check_numbers(array, "Grid.scatter", name, own_rules)
         if root is None:
-            blocks = [cut.of(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
+            blocks = [cut.block(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
         else:
             if owned:
                 stacks: Any = [cut.divided(self, array) for cut, array in zip(cuts, arrays, strict=True)]
             else:
-                # A block of the template, which is mapped where that is.
-                stacks = [cut.padded(self, cut.of(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
+                # A block of the template, so that it is mapped where the template is.
+                stacks = [cut.padded(self, cut.block(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
             parts = collectives.scatter(stacks, root, comm=self._mpi)
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
         if has_halo:
@@ -455,30 +456,30 @@ class Grid(communicators.Local):
         axes: Sequence[int] | None = None,
         index: Mapping[int, int] | None = None,
     ) -> Any:
-        """Global arrays from the blocks of all processes, the inverse of `scatter`; or planes and lines of them.
+        """Return global arrays from the blocks of all processes, the inverse of `scatter`; or planes and lines of them.
 
         Args:
           blocks: this process's block, of shape `local_shape` plus the widths along the axes of the grid, or longer by
-            one where it is staggered; or a pytree of such. Of the points that two processes have in common the second
-            one's is taken.
-          root: rank that receives, static; None: all ranks.
-          width, axes: as in `exchange`; halos are left out.
-          index: for some axes of the grid a global index, static, as in `{0: 10}`: the plane there alone travels. From
-            the end where it is negative.
+            one where it is staggered; or a pytree of arrays. If two processes share a point, the value of the second
+            one is taken.
+          root: rank that receives, static. None: all ranks.
+          width, axes: as in `exchange`. Halos are left out.
+          index: for some axes of the grid a global index, static, as in `{0: 10}`. Then only this plane travels. A
+            negative index counts from the end.
 
         Returns:
           On root arrays of shape `global_shape` along the axes of the grid (plus one where they are staggered), without
-          the axes of `index`; on other ranks `blocks` itself.
+          the axes of `index`. On other ranks `blocks` itself.
 
         Raises:
-          ValueError, TypeError: as in `exchange`, and for an `index` that is beyond an array; while tracing.
+          ValueError, TypeError: as in `exchange`, and for an `index` beyond an array. While tracing.
         """
         self._need_shape("Grid.gather")
         self._check_alive("Grid.gather")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
         arrays, names, structure = arguments.leaves(blocks, "Grid.gather", "blocks")
-        widths = given.widths(width, len(self.processes), "Grid.gather")
-        fixed = given.indices(index, len(self.processes), "Grid.gather")
+        widths = checks.widths(width, len(self.processes), "Grid.gather")
+        fixed = checks.indices(index, len(self.processes), "Grid.gather")
         expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
         planes = []
         for array, name in zip(arrays, names, strict=True):
@@ -498,8 +499,8 @@ class Grid(communicators.Local):
         )
 
     def _plane(self, cut: "_Cut", block: Any, fixed: dict[int, int], name: str) -> "tuple[Grid, _Cut, Any]":
-        """The part of a block that lies in a plane, and how that is cut: along the plane's axes one process has one
-        cell, and the others have none."""
+        """Return the part of a block that lies in a plane, with a grid and a cut for the plane. Along each axis of
+        `fixed` one process has one cell there, and the others have none."""
         if not fixed:
             return self, cut, block
         blocks: list[Any] = list(self._layout.blocks)
@@ -512,7 +513,7 @@ class Grid(communicators.Local):
                     f"{size - 1}, or {-size} to -1 from the end."
                 )
             cell, ends = value % size, self._layout.intervals(axis)
-            last = len(ends) - 1  # it has the point behind all cells
+            last = len(ends) - 1  # the last process has the point behind all cells
             owner = next((i for i, (start, end) in enumerate(ends) if start <= cell < end), last)
             blocks[axis] = [int(i == owner) for i in range(len(ends))]
             first = cell - ends[owner][0] if self.coordinates[axis] == owner else 0
@@ -524,26 +525,26 @@ class Grid(communicators.Local):
     # --- JAX's sharded arrays --------------------------------------------------------------------------------------
 
     def sharding(self, names: Sequence[str], ndim: int | None = None, *, axes: Sequence[int] | None = None) -> Any:
-        """The `jax.sharding.NamedSharding` by which JAX divides global arrays as this grid does.
+        """Return the `jax.sharding.NamedSharding` by which JAX divides global arrays in the same way as this grid.
 
-        For programs under `python -m jaxmpi.run --collectives`, where `jax.devices()` are those of all ranks.
+        For programs under `python -m jaxmpi.run --collectives`, where `jax.devices()` are the devices of all ranks.
 
         Args:
-          names: of the mesh axes, one for each axis of the grid.
-          ndim: the number of axes of the arrays; as many as the grid has where it is None.
-          axes: which of them are those of the grid, as in `exchange`.
+          names: the names of the mesh axes, one for each axis of the grid.
+          ndim: the number of axes of the arrays. None: as many as the grid has.
+          axes: which of them belong to the grid, as in `exchange`.
 
         Raises:
-          ValueError: blocks of unequal sizes along an axis, which JAX does not have; a communicator that has not all
-          ranks in their order; a number of names that is not that of the axes. RuntimeError: JAX does not know the
-          devices of all ranks, or this rank has several.
+          ValueError: blocks of unequal sizes along an axis, which JAX does not have; a communicator that does not have
+            all ranks in their order; the wrong number of names.
+          RuntimeError: JAX does not know the devices of all ranks, or this rank has several.
         """
         count = len(self.processes) if ndim is None else arguments.integer(ndim, "Grid.sharding", "ndim")
         return self._sharding("Grid.sharding", names, count, axes)
 
     def _sharding(self, function: str, names: Sequence[str], ndim: int, axes: Sequence[int] | None) -> Any:
         self._need_shape(function)
-        listed = list(names) if given.is_listed(names) else []
+        listed = list(names) if checks.is_listed(names) else []
         different = {name for name in listed if isinstance(name, str)}
         if not len(different) == len(listed) == len(self.processes):
             raise ValueError(
@@ -554,15 +555,15 @@ class Grid(communicators.Local):
             if len(set(blocks)) > 1:
                 raise ValueError(
                     f"{function}: blocks of {blocks} cells along axis {axis}: JAX's shardings divide an axis into "
-                    "equal parts. Use a shape that the processes divide, or jaxmpi.redistribute to such a grid."
+                    "equal parts. Use a shape that the processes divide, or jaxmpi.redistribute to equal blocks."
                 )
         if MPI.Comm.Compare(self._mpi, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
-            raise ValueError(f"{function}: the grid's communicator has not all ranks of COMM_WORLD, in their order.")
+            raise ValueError(f"{function}: the grid's communicator does not have all ranks of COMM_WORLD, in order.")
         devices = sorted(jax.devices(), key=lambda device: device.process_index)
         if [device.process_index for device in devices] != list(range(self._comm.size)):
             raise RuntimeError(
                 f"{function}: JAX knows {len(devices)} devices of {jax.process_count()} processes, and the grid has "
-                f"{self._comm.size} ranks, each of which has one: start the program with "
+                f"{self._comm.size} ranks, each of which has one. Start the program with "
                 "'python -m jaxmpi.run --collectives mpi' (docs/sharded.md)."
             )
         mesh = jax.sharding.Mesh(np.array(devices).reshape(self.processes), tuple(listed))
@@ -573,22 +574,24 @@ class Grid(communicators.Local):
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
     def to_sharded(self, blocks: Any, names: Sequence[str], *, axes: Sequence[int] | None = None) -> Any:
-        """JAX's sharded arrays whose parts are the blocks of all ranks: nothing is sent, nor copied.
+        """Make JAX's sharded arrays whose parts are the blocks of all ranks. Nothing is sent or copied.
 
         Args:
-          blocks: this rank's block, of shape `local_shape` along the axes of the grid, not traced; or a pytree of such.
-          names: of the mesh axes, one for each axis of the grid.
-          axes: which axes of the arrays are those of the grid, as in `exchange`.
+          blocks: this rank's block, of shape `local_shape` along the axes of the grid, not traced; or a pytree of
+            arrays.
+          names: the names of the mesh axes, one for each axis of the grid.
+          axes: which axes of the arrays belong to the grid, as in `exchange`.
 
         Returns:
           Arrays of shape `global_shape` along the axes of the grid, divided by `sharding(names, ...)`.
 
         Raises:
-          TypeError: traced arrays. ValueError, RuntimeError: as `sharding`, or a block does not fit the grid.
+          TypeError: traced arrays.
+          ValueError, RuntimeError: as `sharding`, or a block does not fit the grid.
         """
         self._need_shape("Grid.to_sharded")
         arrays, paths, structure = arguments.leaves(blocks, "Grid.to_sharded", "blocks")
-        made = []
+        sharded = []
         for x, name in zip(arrays, paths, strict=True):
             if internals.is_tracer(x):
                 raise TypeError(
@@ -602,24 +605,25 @@ class Grid(communicators.Local):
                 )
             sharding = self._sharding("Grid.to_sharded", names, x.ndim, axes)
             shape = tuple(cut._with(self.global_shape))
-            made.append(
+            sharded.append(
                 jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(x, jax.local_devices()[0])])
             )
-        return jax.tree.unflatten(structure, made)
+        return jax.tree.unflatten(structure, sharded)
 
     def from_sharded(self, arrays: Any, *, axes: Sequence[int] | None = None) -> Any:
-        """This rank's blocks of JAX's sharded arrays: nothing is sent, nor copied.
+        """Return this rank's blocks of JAX's sharded arrays. Nothing is sent or copied.
 
         Args:
-          arrays: a sharded array whose parts are the blocks of this grid, as one that was divided by `sharding(...)`;
-            or a pytree of such.
-          axes: which axes of the arrays are those of the grid, as in `exchange`.
+          arrays: a sharded array whose parts are the blocks of this grid, for example one that `sharding(...)` divides;
+            or a pytree of these.
+          axes: which axes of the arrays belong to the grid, as in `exchange`.
 
         Returns:
           The blocks, on this rank's device.
 
         Raises:
-          TypeError: not an array of JAX, or traced. ValueError: its part here is not this rank's block.
+          TypeError: not an array of JAX, or traced.
+          ValueError: its part here is not this rank's block.
         """
         self._need_shape("Grid.from_sharded")
         leaves, structure = jax.tree.flatten(arrays)
@@ -630,16 +634,16 @@ class Grid(communicators.Local):
             raise TypeError(f"Grid.from_sharded: a sharded array of JAX is needed, not traced, got {type(x).__name__}.")
         places = self._axes_of(x, "Grid.from_sharded", "the array", axes)
         expected = [slice(0, size) for size in x.shape]
-        for place, its in zip(places, self.slices, strict=True):
-            expected[place] = its
+        for place, own in zip(places, self.slices, strict=True):
+            expected[place] = own
         (shard, *others) = x.addressable_shards
-        index = shard.index[: x.ndim]  # of keys there are axes of their words behind
-        found = [slice(*its.indices(size)[:2]) for its, size in zip(index, x.shape, strict=True)]
+        index = shard.index[: x.ndim]  # for keys it has the axes of their words, too
+        actual = [slice(*own.indices(size)[:2]) for own, size in zip(index, x.shape, strict=True)]
         sizes = tuple(x.shape[place] for place in places)
-        if others or sizes != self.global_shape or found != expected:
+        if others or sizes != self.global_shape or actual != expected:
             show = lambda slices: ", ".join(f"{i.start}:{i.stop}" for i in slices)  # noqa: E731
             raise ValueError(
-                f"Grid.from_sharded: the part of this process is [{show(found)}] of shape {x.shape}, and its block by "
+                f"Grid.from_sharded: the part of this process is [{show(actual)}] of shape {x.shape}, and its block by "
                 f"the grid [{show(expected)}]. Divide the array as the grid: jax.device_put(x, grid.sharding(names, "
                 "x.ndim))."
             )
@@ -648,7 +652,7 @@ class Grid(communicators.Local):
     def _cut(
         self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str, advice: str = ""
     ) -> "_Cut":
-        """How an array is cut. Raises ValueError, with the advice, if its sizes are not those expected."""
+        """Return the cut of an array. Raise ValueError, with the advice, if its sizes are not the expected ones."""
         places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), function, name, axes)
         extra = [shape[place] - size for place, size in zip(places, expected, strict=True)]
         if any(more not in (0, 1) for more in extra):
@@ -659,37 +663,37 @@ class Grid(communicators.Local):
         return _Cut(tuple(shape), places, tuple(extra))
 
     def _rules_of(self, fields: Any, count: int, halo: Halo, boundary: Any, function: str) -> list[Rules]:
-        """The rules of each field, with which no block is smaller than what its halo is made of."""
+        """Return the rules of each field. Check that no block is smaller than the part of it that its halo copies."""
         dimensions = len(self.processes)
-        if given.is_of_all(boundary):
-            rules = [given.rules(boundary, dimensions, function)] * count
+        if checks.is_of_all(boundary):
+            rules = [checks.rules(boundary, dimensions, function)] * count
         else:
             try:
                 each = jax.tree.map(
-                    lambda its, part: [its] * len(jax.tree.leaves(part)),
+                    lambda entry, part: [entry] * len(jax.tree.leaves(part)),
                     boundary,
                     arguments.only_arrays(fields),
-                    is_leaf=given.is_of_all,
+                    is_leaf=checks.is_of_all,
                 )
             except ValueError as error:
                 raise ValueError(
-                    f"{function}: boundary has not the structure of the fields. Pass one for all fields, or a tree "
-                    f"like that of the fields with one for each: {error}"
+                    f"{function}: boundary does not have the structure of the fields. Pass one for all fields, or a "
+                    f"tree like the fields with one for each: {error}"
                 ) from error
             listed = jax.tree.leaves(each, is_leaf=lambda x: type(x) is list)
-            rules = [given.rules(its, dimensions, function) for part in listed for its in part]
-        for its in {*rules} or {given.rules(None, dimensions, function)}:
-            self._check_blocks(halo, its, function)
+            rules = [checks.rules(own_rules, dimensions, function) for part in listed for own_rules in part]
+        for own_rules in {*rules} or {checks.rules(None, dimensions, function)}:
+            self._check_blocks(halo, own_rules, function)
         return rules
 
     def _check_blocks(self, halo: Halo, rules: Rules, function: str) -> None:
         for axis, (blocks, (low, high), sides) in enumerate(zip(self._layout.blocks, halo.widths, rules, strict=True)):
             for at, size in enumerate(blocks):
-                # What the neighbours copy from a block, and what is copied within it at a wall.
+                # Cells that the neighbours copy from a block, and cells that are copied within it at a wall.
                 first, last = (self._layout.is_wall(axis, at, side) for side in (-1, 1))
                 needed = max(0 if last else low, 0 if first else high)
                 needed = max(
-                    needed, given.reach(sides[0], low) if first else 0, given.reach(sides[1], high) if last else 0
+                    needed, checks.reach(sides[0], low) if first else 0, checks.reach(sides[1], high) if last else 0
                 )
                 if size < needed:
                     raise ValueError(
@@ -699,21 +703,21 @@ class Grid(communicators.Local):
                     )
 
     def _axes_of(self, x: Any, function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
-        """The grid's axes in an array, from the end, so that an axis in front does not change them."""
+        """Return the grid's axes in an array, from the end, so that an axis in front does not change them."""
         dimensions = len(self.processes)
-        chosen = range(-dimensions, 0) if axes is None else given.axes(axes, function)
+        chosen = range(-dimensions, 0) if axes is None else checks.axes(axes, function)
         if len(chosen) != dimensions:
             raise ValueError(f"{function}: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
         for axis in chosen:
             if not -x.ndim <= axis < x.ndim:
                 raise ValueError(
                     f"{function}: {name} has shape {x.shape}, and no axis {axis}: the grid has {dimensions} axes, and "
-                    "axes= says which of the array's they are."
+                    "axes= says which axes of the array belong to it."
                 )
-        found = tuple(axis if axis < 0 else axis - x.ndim for axis in chosen)
-        if len(set(found)) != dimensions:
+        places = tuple(axis if axis < 0 else axis - x.ndim for axis in chosen)
+        if len(set(places)) != dimensions:
             raise ValueError(f"{function}: axes is {axes}: an axis is named twice.")
-        return found
+        return places
 
     def _check_field(self, x: Any, operation: str, name: str, axes: tuple[int, ...], halo: Halo) -> None:
         sizes = [x.shape[axis] for axis in axes]
@@ -734,59 +738,59 @@ def _added(x: Any, operation: str, name: str) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How arrays of one shape are cut into blocks: their axes that are the grid's, from the end, and whether they are
-    longer by one along each of them."""
+    """The cut of arrays of one shape into blocks. It has the axes that belong to the grid, from the end, and says along
+    which of them the array is longer by one."""
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     staggered: tuple[int, ...]
 
     def _with(self, sizes: Sequence[int]) -> list[int]:
-        """The shape with other sizes along the axes of the grid."""
+        """Return the shape with other sizes along the axes of the grid."""
         shape = list(self.shape)
         for axis, size in zip(self.axes, sizes, strict=True):
             shape[axis] = size
         return shape
 
     def largest(self, grid: Grid) -> tuple[int, ...]:
-        """The shape that contains every block."""
+        """Return the shape that contains every block."""
         blocks = zip(grid._layout.blocks, self.staggered, strict=True)
         return tuple(self._with([max(sizes) + extra for sizes, extra in blocks]))
 
-    def of(self, grid: Grid, x: Any, rank: int) -> Any:
-        """The block of a rank."""
+    def block(self, grid: Grid, x: Any, rank: int) -> Any:
+        """Return the block of a rank."""
         index = [slice(None)] * len(self.shape)
         for axis, (start, size) in zip(self.axes, grid._extents(rank, self.staggered), strict=True):
             index[axis] = slice(start, start + size)
         return x[tuple(index)]
 
     def inner(self, x: Any, widths: halos.Widths) -> Any:
-        """A block without its halo."""
+        """Return a block without its halo."""
         index = [slice(None)] * len(self.shape)
         for axis, (low, high) in zip(self.axes, widths, strict=True):
             index[axis] = slice(low, x.shape[axis] - high)
         return x[tuple(index)]
 
     def padded(self, grid: Grid, block: Any) -> Any:
-        """A block in the shape that contains every block."""
+        """Return a block in the shape that contains every block."""
         return keys.pad(block, [(0, whole - size) for whole, size in zip(self.largest(grid), block.shape, strict=True)])
 
     def cropped(self, grid: Grid, x: Any, rank: int) -> Any:
-        """The block of a rank in the shape that contains every block."""
+        """Return the block of a rank from the shape that contains every block."""
         sizes = [size for _, size in grid._extents(rank, self.staggered)]
         return x[tuple(slice(size) for size in self._with(sizes))]
 
     def pads(self, widths: halos.Widths) -> list[tuple[int, int]]:
-        """The argument of `jnp.pad` that puts a halo around a block."""
+        """Return the argument of `jnp.pad` that puts a halo around a block."""
         pads = [(0, 0)] * len(self.shape)
         for axis, pair in zip(self.axes, widths, strict=True):
             pads[axis] = pair
         return pads
 
     def divided(self, grid: Grid, x: Any) -> Any:
-        """The blocks of all ranks, each in the shape that contains every block."""
+        """Return the blocks of all ranks, each in the shape that contains every block."""
         count, sizes = len(self.axes), self._sizes(grid)
-        # In the place of each axis of the grid two: the block along it, and the cells of that.
+        # Replace each axis of the grid by two: the blocks, and the cells of a block.
         for place in sorted(sizes, reverse=True):
             x = _divided(x, place, *sizes[place])
         places = self._positions_of_blocks()
@@ -794,7 +798,7 @@ class _Cut:
         return x.reshape(math.prod(grid.processes), *x.shape[count:])
 
     def joined(self, grid: Grid, parts: Any) -> Any:
-        """The global array from all blocks, in the shape that contains every block."""
+        """Return the global array from all blocks, in the shape that contains every block."""
         count, sizes = len(self.axes), self._sizes(grid)
         x = parts.reshape(*grid.processes, *parts.shape[1:])
         x = jnp.moveaxis(x, range(count), self._positions_of_blocks())
@@ -803,21 +807,21 @@ class _Cut:
         return x
 
     def _sizes(self, grid: Grid) -> dict[int, tuple[tuple[int, ...], int]]:
-        """The sizes of the blocks along each axis, by its place, and whether it is staggered."""
+        """Return the sizes of the blocks along each axis, by place, and whether it is staggered."""
         return dict(zip(self._positions(), zip(grid._layout.blocks, self.staggered, strict=True), strict=True))
 
     def _positions(self) -> list[int]:
-        """The axes of the grid, from the front."""
+        """Return the axes of the grid, from the front."""
         return [axis % len(self.shape) for axis in self.axes]
 
     def _positions_of_blocks(self) -> list[int]:
-        """Where the axes of blocks are, if each stands before the axis of its cells."""
+        """Return the places of the axes of blocks, if each stands before the axis of the cells."""
         places = self._positions()
         return [place + sum(other < place for other in places) for place in places]
 
 
 def _runs(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Blocks of one size that follow each other: the first, how many, their size."""
+    """Return runs of adjacent blocks of one size: the first, how many, their size."""
     starts = [i for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
     return [(i, end - i, sizes[i]) for i, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
@@ -827,7 +831,7 @@ def _slice(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
 
 
 def _divided(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
-    """An axis as two: blocks of these sizes, each longer by one if `staggered`, and their cells, zeros behind them."""
+    """Replace an axis by two: blocks of these sizes, each longer by one if `staggered`, and cells with zeros behind."""
     most, start, runs = max(sizes) + staggered, 0, []
     for _, count, size in _runs(sizes):
         end, shape = start + count * size, list(x.shape)
@@ -845,7 +849,7 @@ def _divided(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
 
 
 def _joined(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
-    """The inverse: of two axes one. Of a point that two blocks have in common the second one's is taken."""
+    """Join two axes again. If two blocks share a point, the value of the second one is taken."""
     runs = []
     for first, count, size in _runs([*sizes[:-1], sizes[-1] + staggered]):
         run = _slice(_slice(x, axis, first, first + count), axis + 1, 0, size)

@@ -1,15 +1,15 @@
-"""Halos: where the cells around a block come from.
+"""Halos: the origin of the cells around a block.
 
-A field on a grid of processes is one global array, of which each process holds a block and, around it, its halo: copies
-of cells of its neighbours. Along an axis, `low` cells of the halo lie before the block and `high` behind it. Where the
-grid ends, at a wall, the halo holds cells of the process itself, which the others' halos copy like the rest.
+A field on a grid of processes is one global array. Each process holds a block of it and, around the block, the halo:
+copies of cells of the neighbours. Along an axis, `low` cells of the halo lie before the block and `high` behind it. At
+a wall, where the grid ends, the halo holds copies of the process's own cells. Halos of other processes copy them, too.
 
 The halo consists of regions, one for each direction: a number -1, 0 or 1 for each axis, not all of them 0. Each region
-is a copy of a region of one process, with an index that runs along each axis by itself:
+is a copy of a region of one process. The origin of a cell is computed for each axis alone:
 
-    in direction 0       over the block, from index `low` on, and the halo at a wall that is left as it is
-    -1, a neighbour      over its last `low` cells; a staggered field has its last point in common with this process
-    +1, a neighbour      over its first `high` cells, likewise without the common point
+    in direction 0       over the block, from index `low` on, and over the halo at a wall that has no rule.
+    -1, a neighbour      over its last `low` cells. A staggered field shares the last point with this process.
+    +1, a neighbour      over its first `high` cells, also without the shared point.
     a wall with a rule   edge: the last cell before the wall; symmetric: the cells before the wall, backwards; reflect:
                          the same without the last one; a number: not copied but filled
 
@@ -36,19 +36,19 @@ RULES = ("edge", "reflect", "symmetric")
 
 @dataclass(frozen=True)
 class Number:
-    """A number as a rule. Numbers are equal if they look alike: so NaN equals itself, and 0.0 is not -0.0."""
+    """A number as a rule. Numbers are equal if their texts are equal: so NaN equals itself, and 0.0 is not -0.0."""
 
     text: str
     value: Any = dataclasses.field(compare=False)
 
 
 Rule = str | Number | None
-"""What the halo at a wall is filled by: a number, one of RULES, or nothing."""
+"""The filling of the halo at a wall: a number, one of RULES, or nothing."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of processes, of which the last axis varies fastest, and the cells of each along each axis."""
+    """A grid of processes, in which the last axis varies fastest, and the cells of each along each axis."""
 
     blocks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]
@@ -64,18 +64,18 @@ class Layout:
         return int(np.ravel_multi_index(tuple(coordinates), self.dims))
 
     def intervals(self, axis: int) -> list[tuple[int, int]]:
-        """Start and end of the blocks along an axis, in the global array."""
+        """Return start and end of the blocks along an axis, in the global array."""
         return list(itertools.pairwise(itertools.accumulate(self.blocks[axis], initial=0)))
 
     def block(self, rank: int) -> tuple[int, ...]:
-        """The cells of a process along each axis."""
+        """Return the cells of a process along each axis."""
         return tuple(sizes[at] for sizes, at in zip(self.blocks, self.coordinates(rank), strict=True))
 
     def is_wall(self, axis: int, at: int, side: int) -> bool:
         return not self.periodic[axis] and not 0 <= at + side < len(self.blocks[axis])
 
     def neighbor(self, rank: int, direction: Sequence[int]) -> int:
-        """The process in a direction; along an axis with a wall there, the same."""
+        """Return the process in a direction. Along an axis with a wall there, it is the same."""
         there = list(self.coordinates(rank))
         for axis, side in enumerate(direction):
             if not self.is_wall(axis, there[axis], side):
@@ -84,9 +84,9 @@ class Layout:
 
 
 Rules = tuple[tuple[Rule, Rule], ...]
-"""The rules of a field along each axis of the grid: before its blocks and behind them."""
+"""The rules of a field along each axis of the grid: before the blocks and behind them."""
 Spec = tuple[tuple[int, ...], Rules, str]
-"""The axes of a field that are the grid's, from the end, in the grid's order; the field's rules; the field's name."""
+"""The axes of a field that belong to the grid, from the end, in its order; the field's rules; the field's name."""
 
 
 def _linear(rule: Rule) -> Rule:
@@ -114,13 +114,13 @@ class Halo:
         return 0, 0
 
     def linear(self, places: Sequence["Spec"]) -> tuple["Spec", ...]:
-        """The specs of the fields for the linear part of an exchange: with zero in the place of numbers."""
+        """Return the specs of the fields for the linear part of an exchange: with zero in the place of numbers."""
         return tuple(
             (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in places
         )
 
     def behind(self, place: "Spec", axes: int) -> "Spec":
-        """The spec of a field that has that many axes more, behind all of its own."""
+        """Return the spec of a field that has `axes` more axes, behind all others."""
         chosen, rules, name = place
         return tuple(axis - axes for axis in chosen), rules, name
 
@@ -132,8 +132,8 @@ class Halo:
 
 @dataclass(frozen=True)
 class Field:
-    """A field, the same on all ranks: its axes that are the grid's, in the grid's order, the sizes of the others,
-    whether it is longer by one along each of the former, its dtype, what becomes of its halo at walls, and its name."""
+    """A field, the same on all ranks. It has the axes that belong to the grid, in the grid's order, and the sizes of
+    the others. `staggered`: along which axes of the grid it is longer by one. Then dtype, rules at walls, and name."""
 
     axes: tuple[int, ...]
     others: tuple[int, ...]
@@ -143,7 +143,7 @@ class Field:
     name: str = ""
 
     def shape(self, halo: Halo, rank: int) -> list[int]:
-        """The shape of a rank's block with its halo."""
+        """Return the shape of a rank's block with its halo."""
         sizes = list(self.others)
         block = halo.layout.block(rank)
         for axis in sorted(self.axes):
@@ -153,7 +153,7 @@ class Field:
 
 
 def describe(halo: Halo, rank: int, aval: Any, place: Spec) -> Field:
-    """A field from its shape on this rank, which has been checked."""
+    """Return a field from its shape on this rank, which has been checked."""
     axes, rules, name = place
     positions = tuple(axis % len(aval.shape) for axis in axes)
     others = tuple(size for axis, size in enumerate(aval.shape) if axis not in positions)
@@ -163,19 +163,19 @@ def describe(halo: Halo, rank: int, aval: Any, place: Spec) -> Field:
 
 
 def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
-    """Whether there is a wall at which the halo is left as it is."""
+    """Return whether there is a wall at which the halo stays as it is."""
     return halo.layout.is_wall(axis, at, side) and field.rules[axis][side > 0] is None
 
 
 def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """The extent of a region along one axis, for the process `at` it: the region's start and count, and start and step
-    of its origin; None if that is a number. `sizes` are those of the block and of the neighbour's."""
+    """Return the extent of a region along one axis, for the process `at` it: start and count of the region, and start
+    and step of the origin, or None if the origin is a number. `sizes`: of the block and of the neighbour's block."""
     extra = int(field.staggered[axis])
     low, high = halo.widths[axis]
     here, there = sizes
     size = here + extra
     if side == 0:
-        # With corners, a halo that is left as it is is copied like cells of the block.
+        # With corners, a halo without a rule is copied like cells of the block.
         before, behind = (halo.corners and _is_left(halo, field, axis, at, side) for side in (-1, 1))
         start, end = 0 if before else low, low + size + (high if behind else 0)
         return (start, end - start), (start, 1)
@@ -187,15 +187,15 @@ def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple
     if rule == "edge":
         return (start, count), (last, 0)
     if rule in ("reflect", "symmetric"):
-        # The cell beside the wall outside copies `last`, or with reflect the one before it.
+        # The first cell outside the wall copies `last`, or with reflect the cell before it.
         nearest = last - side * (rule == "reflect")
         return (start, count), (nearest if side > 0 else nearest + count - 1, -1)
     return (start, count), None
 
 
 def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, ...], int, Box, Any]]:
-    """The regions of a rank's halo: for each its direction, the rank that it comes from, and the boxes that are written
-    and read, or the number by which it is filled."""
+    """Yield the regions of a rank's halo. Each has a direction, the rank that it comes from, the box that is written,
+    and the box that is read or the number that fills it."""
     at = halo.layout.coordinates(rank)
     shape = field.shape(halo, rank)
     for direction in halo.directions():
@@ -204,7 +204,7 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
         source = halo.layout.neighbor(rank, direction)
         here, there = halo.layout.block(rank), halo.layout.block(source)
         written = Box((0,) * len(shape), tuple(shape), (1,) * len(shape))
-        read, number = written, None  # of several numbers the last axis's is taken, as by numpy.pad
+        read, number = written, None  # of several numbers the number of the last axis is taken, as by numpy.pad
         for axis, side in enumerate(direction):
             place = field.axes[axis]
             sizes = here[axis], there[axis]
@@ -226,7 +226,7 @@ def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
 
 @plans.cached
 def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
-    """The plan of an exchange, or of its adjoint, which adds the halo to where it comes from, and clears it."""
+    """Return the plan of an exchange, or of the adjoint, which adds the halo to the cells it copies and clears it."""
     fields = [describe(halo, rank, aval, place) for aval, place in zip(avals, places, strict=True)]
     moves: list[Move] = []
     fills: list[Fill] = []

@@ -1,2 +1,2 @@
-"""What `jaxmpi.testing` is made of: the function of all ranks, its derivatives by three ways, and what explains that
-they differ."""
+"""The parts of `jaxmpi.testing`: the function of all ranks, its derivatives by three methods, and the explanation of a
+difference between them."""

@@ -1,4 +1,4 @@
-"""The steps of a check. What they find wrong they raise as an AssertionError, on all ranks alike."""
+"""The steps of a check. If one finds a difference, it raises an AssertionError on all ranks."""
 
 import dataclasses
 import functools
@@ -26,10 +26,10 @@ _NEEDS_VALUES = (
 
 
 def differentiable(problem: Problem, ranks: Ranks, forward: bool, reverse: bool) -> Callable[..., list[Any]]:
-    """The function that reverse mode differentiates.
+    """Return the function that reverse mode differentiates.
 
-    Nothing is sent. So what a rank refuses while tracing, of the derivatives that are wanted too, is an error of all
-    ranks before any of them waits for it.
+    Trace it and the derivatives that the user asks for. This sends nothing, so that an error of one rank while tracing
+    becomes an error of all ranks before any of them waits for it.
     """
 
     def trace() -> Any:
@@ -45,14 +45,14 @@ def differentiable(problem: Problem, ranks: Ranks, forward: bool, reverse: bool)
             return None
 
     traced = ranks.together("differentiate f", trace)
-    if any(ranks.tell(traced is None)):
+    if any(ranks.gather(traced is None)):
         return problem.function
     return functools.partial(jaxprs.evaluate, _without_comparison(jaxprs.without_objects(traced)))
 
 
 def _without_comparison(value: Any) -> Any:
-    """A jaxpr, or a parameter of an equation, without the comparison of cotangents by JAXMPI_CHECK: where they are
-    wrong it would raise on some ranks alone."""
+    """Return a jaxpr, or a parameter of an equation, without the comparison of cotangents by JAXMPI_CHECK. If they are
+    wrong, this comparison would raise on some ranks alone."""
     if isinstance(value, Reducing):
         return dataclasses.replace(value, line=None)
     if isinstance(value, tuple):
@@ -63,20 +63,20 @@ def _without_comparison(value: Any) -> Any:
 
     def change(jaxpr: Any) -> Any:
         params = [{name: _without_comparison(x) for name, x in e.params.items()} for e in jaxpr.eqns]
-        return jaxpr.replace(eqns=[e.replace(params=its) for e, its in zip(jaxpr.eqns, params, strict=True)])
+        return jaxpr.replace(eqns=[e.replace(params=own) for e, own in zip(jaxpr.eqns, params, strict=True)])
 
     return jaxprs.change_open(value, change)
 
 
 def evaluated(problem: Problem, ranks: Ranks) -> Point:
-    """The function at its arguments, where derivatives are taken."""
+    """Call the function, and return the point at which derivatives are taken."""
     result = ranks.together("call f", lambda: jax.block_until_ready(problem.call(*problem.values)))
     leaves, values = ranks.together("take the result of f", lambda: problem.results(result))
-    names = ranks.tell([leaf.name for leaf in leaves])
+    names = ranks.gather([leaf.name for leaf in leaves])
     if names.count(names[0]) < ranks.size:
         raise ValueError("check_grads: f must return arrays of the same names on all ranks, in pytrees of one form.")
     for leaf, y in zip(leaves, values, strict=True):
-        if not all(ranks.tell(bool(np.all(np.isfinite(y))))):
+        if not all(ranks.gather(bool(np.all(np.isfinite(y))))):
             raise AssertionError(f"check_grads: the {leaf.name} of f is not finite, so f has no derivative here.")
         if leaf.invariant and (difference := ranks.difference(y)) is not None:
             raise AssertionError(
@@ -88,7 +88,7 @@ def evaluated(problem: Problem, ranks: Ranks) -> Point:
 
 
 class Check:
-    """Whether derivatives of a function at a point agree."""
+    """Comparisons between the derivatives of a function at a point."""
 
     def __init__(self, point: Point, forward: bool, rtol: float | None, atol: float | None, eps: float | None) -> None:
         self._point, self._by_forward, precision = point, forward, point.precision
@@ -103,17 +103,17 @@ class Check:
         self._tolerance = Tolerance(precision.rtol if rtol is None else rtol, atol)
 
     def _by_differences(self, which: int) -> Derivative:
-        """The derivative along the direction of one variable, by differences."""
+        """Return the derivative along the direction of one variable, by differences."""
         if which not in self._differences:
             self._differences[which] = self._best_differences([which])
         return self._differences[which]
 
     def _best_differences(self, which: Sequence[int]) -> Derivative:
-        """The derivatives by the longer steps, or by shorter ones, if these agree better."""
-        return min((self._point.differences(which, step) for step in self._steps), key=lambda found: found.error)
+        """Return the derivatives by the longer steps, or by the shorter ones if these agree better."""
+        return min((self._point.differences(which, step) for step in self._steps), key=lambda best: best.error)
 
     def one_function(self) -> None:
-        """All ranks have the same derivatives of what is invariant."""
+        """Check that all ranks have the same derivatives of the invariant results."""
         for name, derivative in zip(self._names, self._derivatives, strict=True):
             if not self._tolerance.same(derivative.of_ranks, derivative.size + derivative.error):
                 raise AssertionError(
@@ -123,7 +123,7 @@ class Check:
                 )
 
     def forward(self) -> None:
-        """Forward mode agrees with differences, along all directions together."""
+        """Check that forward mode agrees with differences, along all directions together."""
         value, size = (sum(getattr(d, name) for d in self._derivatives) for name in ("value", "size"))
         for step in self._steps:
             together = self._point.differences(range(len(self._names)), step)
@@ -132,21 +132,21 @@ class Check:
         each = zip(self._names, self._derivatives, map(self._by_differences, range(len(self._names))), strict=True)
         wrong = [(name, d.value, e) for name, d, e in each if not self._tolerance.close(d.value, e, d.size)]
         wrong = wrong or [("all arguments together", value, together)]
-        told = [f"  {name}: forward mode {number(d)}, differences {e.value:.3g}" for name, d, e in wrong]
+        lines = [f"  {name}: forward mode {number(d)}, differences {e.value:.3g}" for name, d, e in wrong]
         kink = next((e for _, _, e in wrong if e.left != e.right), None)
         why = _ELSEWHERE.format(number(kink.left), number(kink.right)) if kink else _NOT_BY_REPLICATE
-        told = [f"check_grads: forward mode does not agree with differences. {_WHAT}", *told[:_MOST_TOLD], why]
-        raise AssertionError("\n".join(told))
+        lines = [f"check_grads: forward mode does not agree with differences. {_WHAT}", *lines[:_MOST_REPORTED], why]
+        raise AssertionError("\n".join(lines))
 
     def reverse(self, function: Callable[..., list[Any]]) -> None:
-        """Reverse mode has the same derivatives."""
+        """Check that reverse mode has the same derivatives."""
         self._compare(self._point.reverse(function), "reverse mode", _BY_REPLICATE)
 
     def gradient(self, gradient: Callable[..., Any]) -> None:
-        """A gradient that the user computes has the same derivatives."""
+        """Check that a gradient that the user computes has the same derivatives."""
         if not self._point.single:
             raise ValueError("check_grads: with gradient, f must return one real number, the same on all ranks.")
-        self._compare(self._point.given(gradient), "gradient")
+        self._compare(self._point.by_function(gradient), "gradient")
 
     def _compare(self, arrays: Sequence[Any], name: str, *advice: str) -> None:
         gradients = self._point.gradients(arrays)
@@ -155,19 +155,19 @@ class Check:
         if not wrong:
             self._conclusive()
             return
-        told = []
+        lines = []
         for i in wrong:
             figures = [f"{name} {verdict.of_ranks(gradients[i].values)}"]
             figures += [f"forward mode {number(self._derivatives[i].value)}"] if self._by_forward else []
-            figures += [f"differences {self._by_differences(i).value:.3g}"] if i in wrong[:_MOST_TOLD] else []
-            told.append(f"  {self._names[i]}: {'; '.join(figures)}")
+            figures += [f"differences {self._by_differences(i).value:.3g}"] if i in wrong[:_MOST_REPORTED] else []
+            lines.append(f"  {self._names[i]}: {'; '.join(figures)}")
             relation = verdict.relation(gradients[i], self._derivatives[i], self._point.ranks.size, self._tolerance)
-            told += [f"    {relation}"] if relation else []
-        told += advice if self._point.ranks.size > 1 else ()
-        raise AssertionError("\n".join([f"check_grads: the gradient is wrong. {_WHAT}", *told]))
+            lines += [f"    {relation}"] if relation else []
+        lines += advice if self._point.ranks.size > 1 else ()
+        raise AssertionError("\n".join([f"check_grads: the gradient is wrong. {_WHAT}", *lines]))
 
     def _conclusive(self) -> None:
-        """Differences, where they are all there is, are precise enough to have found a gradient wrong."""
+        """Check that differences are precise enough to show a wrong gradient, if forward mode is not available."""
         largest = max(abs(d.value) for d in self._derivatives)
         for name, d in zip(self._names, self._derivatives, strict=True):
             if not 6 * d.error <= max(abs(d.value), largest / 100):
@@ -184,8 +184,8 @@ def _forward(point: Point) -> list[Derivative]:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(
-            "check_grads: f has no forward mode: pass modes=('rev',), by which reverse mode is compared with "
-            f"differences. {error}"
+            "check_grads: f has no forward mode. Pass modes=('rev',), which compares reverse mode with differences. "
+            f"{error}"
         ) from error
 
 
@@ -202,5 +202,5 @@ _NOT_BY_REPLICATE = (
     "That is not a matter of replicate and invariant, which change reverse mode alone. A derivative may be wrong\n"
     "(jax.custom_jvp, jax.lax.stop_gradient), f may jump, or differences are too coarse: try eps, or jax_enable_x64."
 )
-_MOST_TOLD = 8
-"""The largest number of variables whose differences are told."""
+_MOST_REPORTED = 8
+"""The largest number of variables whose differences are reported."""

@@ -1,12 +1,12 @@
 """The derivatives of a function of all ranks in random directions: by reverse mode, forward mode and differences.
 
-The function is L = sum over invariant results of <w, y> + sum over ranks and varying results of <w, y>, with weights w
-that are random, or 1 if there is one real number. Its derivative along a direction u of one variable is
+The function is L = sum over invariant results of <w, y> + sum over ranks and varying results of <w, y>. The weights w
+are random, or 1 if there is one real number. The derivative of L along a direction u of one variable is
 
-    forward mode    the same sums with the tangents of the results in the place of y
-    differences     (L(x + h u) - L(x - h u)) / 2h
-    reverse mode    <g, u> with the gradient g: on each rank for an invariant variable, which is one for all ranks,
-                    otherwise summed over the ranks, each of which has a variable of its own.
+    forward mode    the same sums with the tangents of the results in the place of y.
+    differences     (L(x + h u) - L(x - h u)) / 2h.
+    reverse mode    <g, u> with the gradient g. An invariant variable is one for all ranks, and each rank has this
+                    value. A varying variable is a different one on each rank, and the values are summed over the ranks.
 
 <a, b> is the real part of the sum of all a b, without a conjugate, as in JAX's derivatives. It is computed in double
 precision.
@@ -27,7 +27,7 @@ from jaxmpi._testing.together import Ranks
 
 @dataclass(frozen=True)
 class Precision:
-    """What derivatives in the least precise of some dtypes can tell."""
+    """The accuracy of derivatives in the least precise of some dtypes."""
 
     eps: float
     """The distance of 1 to the next number."""
@@ -36,7 +36,7 @@ class Precision:
     """The longest step of differences, relative to the size of an argument."""
 
     @classmethod
-    def of(cls, dtypes: Sequence[Any]) -> "Precision":
+    def from_dtypes(cls, dtypes: Sequence[Any]) -> "Precision":
         eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         for most, rtol, step in ((1e-12, 1e-7, 1e-2), (1e-6, 1e-3, 5e-2), (2e-3, 3e-2, 0.25)):
             if eps < most:
@@ -50,19 +50,19 @@ class Derivative:
 
     value: float
     size: float
-    """The root of the sum of the squares of its terms: errors are relative to this."""
+    """The root of the sum of the squares of the terms. Errors are relative to it."""
     error: float = 0.0
-    """An estimate of its error, from itself."""
+    """An estimate of the error of the differences, from the differences themselves."""
     of_ranks: tuple[float, ...] = ()
     """The part that must be the same on all ranks, as each rank has it."""
     left: float = 0.0
     right: float = 0.0
-    """The derivatives on either side, where these differ."""
+    """The derivatives on either side, if they differ."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The product of gradient and direction of one variable: of each rank for itself."""
+    """The product of gradient and direction of one variable, on each rank."""
 
     parts: tuple[float, ...]
     invariant: bool
@@ -70,37 +70,37 @@ class Gradient:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """What must be the derivative."""
+        """The numbers that must equal the derivative."""
         return self.parts if self.invariant else (sum(self.parts),)
 
 
 def _terms(a: Any, b: Any) -> np.ndarray:
-    """The terms of <a, b>."""
+    """Return the terms of <a, b>."""
     wide = [np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b)]
     return np.real(wide[0] * wide[1])
 
 
 def _random(key: Sequence[int], like: Any) -> np.ndarray:
-    """Normally distributed numbers of the shape and kind of an array."""
+    """Return normally distributed numbers of the shape and kind of an array."""
     generator = np.random.default_rng(key)
     numbers = generator.normal(size=like.shape)
     return numbers + 1j * generator.normal(size=like.shape) if np.iscomplexobj(like) else numbers
 
 
 class Weights:
-    """How the results are made one number."""
+    """The weights that make one number of the results."""
 
     def __init__(self, leaves: Sequence[Leaf], values: Sequence[np.ndarray], rank: int) -> None:
         self._leaves = leaves
         single = len(values) == 1 and leaves[0].invariant and values[0].shape == () and np.isrealobj(values[0])
         self.single = single
-        """There is one real number, whose weight is 1."""
+        """Whether there is one real number, whose weight is 1."""
         keys = [(3, i) if leaf.invariant else (4, i, rank) for i, leaf in enumerate(leaves)]
         drawn = [np.ones(()) if single else _random(key, y) for key, y in zip(keys, values, strict=True)]
         self.values = [w.astype(y.dtype) for w, y in zip(drawn, values, strict=True)]
 
     def sums(self, results: Sequence[Any]) -> np.ndarray:
-        """This rank's sums of invariant and of varying results, each with the sum of the squares of its terms."""
+        """Return this rank's sums of invariant and of varying results, each with the sum of squares of the terms."""
         sums = np.zeros((2, 2))
         for leaf, w, y in zip(self._leaves, self.values, results, strict=True):
             terms = _terms(w, y)
@@ -109,15 +109,15 @@ class Weights:
 
 
 class Point:
-    """Where derivatives are taken: the variables, a direction for each, the weights of the results."""
+    """The point at which derivatives are taken: the variables, a direction for each, the weights of the results."""
 
     def __init__(self, problem: Problem, ranks: Ranks, results: Sequence[Leaf], values: Sequence[np.ndarray]) -> None:
         self.problem, self.ranks = problem, ranks
         self._weights = Weights(results, values, ranks.rank)
         self._values = [np.asarray(x) for x in problem.values]
         self.directions = self._draw()
-        self.precision = Precision.of([x.dtype for x in (*self._values, *values)])
-        self.at = self._combine(ranks.tell(self._weights.sums(values)))
+        self.precision = Precision.from_dtypes([x.dtype for x in (*self._values, *values)])
+        self.at = self._combine(ranks.gather(self._weights.sums(values)))
 
     @property
     def single(self) -> bool:
@@ -125,9 +125,10 @@ class Point:
         return self._weights.single
 
     def _draw(self) -> list[np.ndarray]:
-        """A random direction of the size of the values for each variable; of invariant ones the same on all ranks."""
+        """Draw a random direction of the size of the values for each variable, for an invariant one on all ranks the
+        same."""
         squares = [(np.sum(np.abs(x).astype(np.float64) ** 2), x.size) for x in self._values]
-        every = np.sum(self.ranks.tell(np.array(squares)), axis=0)
+        every = np.sum(self.ranks.gather(np.array(squares)), axis=0)
         directions = []
         for i, (leaf, x, (total, count)) in enumerate(zip(self.problem.variables, self._values, every, strict=True)):
             size = math.sqrt(total / count) if 0 < total < math.inf else 1.0
@@ -136,23 +137,23 @@ class Point:
         return directions
 
     def _combine(self, sums: Any) -> Derivative:
-        """What the sums of all ranks make."""
+        """Combine the sums of all ranks."""
         (invariant, invariant_squares), (varying, varying_squares) = np.moveaxis(np.asarray(sums), 0, -1)
         size = math.sqrt(invariant_squares[0] + varying_squares.sum())
         return Derivative(float(invariant[0] + varying.sum()), size, of_ranks=tuple(invariant.tolist()))
 
     def gradients(self, leaves: Sequence[Any]) -> list[Gradient]:
-        """What a gradient, given by its arrays on this rank, has along the directions."""
+        """Return the products of a gradient with the directions. `leaves`: the arrays of the gradient on this rank."""
         terms = [_terms(g, u) for g, u in zip(leaves, self.directions, strict=True)]
-        told = np.asarray(self.ranks.tell([(t.sum(), (t**2).sum()) for t in terms]))
-        found = []
-        for leaf, (parts, squares) in zip(self.problem.variables, np.moveaxis(told, 0, -1), strict=True):
+        terms_of_ranks = np.asarray(self.ranks.gather([(t.sum(), (t**2).sum()) for t in terms]))
+        gradients = []
+        for leaf, (parts, squares) in zip(self.problem.variables, np.moveaxis(terms_of_ranks, 0, -1), strict=True):
             size = math.sqrt(squares.max() if leaf.invariant else squares.sum())
-            found.append(Gradient(tuple(parts.tolist()), leaf.invariant, size))
-        return found
+            gradients.append(Gradient(tuple(parts.tolist()), leaf.invariant, size))
+        return gradients
 
     def reverse(self, function: Callable[..., list[Any]]) -> list[Any]:
-        """The gradient of a function like that of the problem, in reverse mode: its arrays on this rank."""
+        """Return the gradient of a function like that of the problem, in reverse mode: the arrays on this rank."""
 
         def gradient() -> list[Any]:
             _, pull = jax.vjp(function, *self.problem.values)
@@ -160,15 +161,15 @@ class Point:
 
         return self.ranks.together("differentiate f in reverse mode", gradient)
 
-    def given(self, gradient: Callable[..., Any]) -> list[Any]:
-        """What a function of the user's says that the gradient is."""
+    def by_function(self, gradient: Callable[..., Any]) -> list[Any]:
+        """Return the gradient by a function of the user."""
         return self.ranks.together("compute gradient", lambda: self.problem.select(self.problem.apply(gradient)))
 
     def forward(self) -> list[Derivative]:
-        """The derivative along the direction of each variable, in forward mode."""
+        """Return the derivative along the direction of each variable, in forward mode."""
         every = range(len(self._values))
         tangents = self.ranks.together("differentiate f in forward mode", lambda: [*map(self._tangent, every)])
-        return [self._combine(sums) for sums in zip(*self.ranks.tell(tangents), strict=True)]
+        return [self._combine(sums) for sums in zip(*self.ranks.gather(tangents), strict=True)]
 
     def _tangent(self, which: int) -> np.ndarray:
         tangents = [jnp.asarray(u if i == which else np.zeros_like(u)) for i, u in enumerate(self.directions)]
@@ -176,7 +177,7 @@ class Point:
         return self._weights.sums(jax.block_until_ready(results))
 
     def _moved(self, which: Sequence[int], h: float) -> np.ndarray:
-        """The sums of the results of this rank at x + h u, along the directions of these variables."""
+        """Return the sums of the results of this rank at x + h u, along the directions of these variables."""
         values = list(self.problem.values)
         for i in which:
             x, u = self._values[i], self.directions[i]
@@ -185,27 +186,27 @@ class Point:
         return self._weights.sums(jax.block_until_ready(self.problem.function(*values)))
 
     def differences(self, which: Sequence[int], longest: float) -> Derivative:
-        """The derivative along the directions of these variables together, by central differences of several steps."""
+        """Return the derivative along these directions together, by central differences with several steps."""
         steps = [longest / _RATIO**k for k in range(_STEPS)]
         moved = lambda: [[self._moved(which, -h), self._moved(which, h)] for h in steps]  # noqa: E731
-        sums = np.asarray(self.ranks.tell(self.ranks.together("call f near its arguments", moved)))
+        sums = np.asarray(self.ranks.gather(self.ranks.together("call f near its arguments", moved)))
         sides = [[self._combine(sums[:, k, side]) for side in (0, 1)] for k in range(len(steps))]
         return _extrapolated(steps, sides, self.at, self.precision.eps)
 
 
 _RATIO, _STEPS = 4, 4
-"""Each step of differences is shorter by this ratio than the one before."""
+"""The ratio of each step of differences to the next shorter one, and the number of steps."""
 SHORTER = _RATIO**_STEPS
-"""The factor by which a second series of steps is shorter, if the first one does not agree."""
+"""The factor between the first series of steps and a second shorter one, for the case that the first does not agree."""
 
 
 def _extrapolated(
     steps: Sequence[float], sides: Sequence[Sequence[Derivative]], at: Derivative, eps: float
 ) -> Derivative:
-    """The limit of central differences, by Ridders' extrapolation to step 0.
+    """Return the limit of central differences, by Ridders' extrapolation to step 0.
 
-    The error of a central difference is a series in the squares of the step. The error of the limit is how far the best
-    two of its approximations are apart, and at least what rounding of the results makes of it.
+    The error of a central difference is a series in the squares of the step. The error of the limit is the distance of
+    the two best approximations, and at least the effect of the rounding of the results.
     """
     rounding = 8 * eps * at.size
     best = Derivative(math.nan, 0.0, math.inf)
@@ -225,13 +226,17 @@ def _extrapolated(
 
 
 def _with_sides(
-    found: Derivative, steps: Sequence[float], sides: Sequence[Sequence[Derivative]], at: Derivative, rounding: float
+    derivative: Derivative,
+    steps: Sequence[float],
+    sides: Sequence[Sequence[Derivative]],
+    at: Derivative,
+    rounding: float,
 ) -> Derivative:
-    """The derivative with those on either side, if they differ: their distance shrinks like the step where there is a
-    second derivative, and hardly at a kink."""
+    """Add the derivatives on either side, if they differ. If there is a second derivative, the distance between them
+    shrinks like the step; at a kink it hardly shrinks."""
     of_sides = [((at.value - a.value) / h, (b.value - at.value) / h) for h, (a, b) in zip(steps, sides, strict=True)]
     before, last = (abs(right - left) for left, right in of_sides[-2:])
     left, right = of_sides[-1]
     if not last > max(before / 2, 10 * rounding / steps[-1], 1e-3 * max(abs(left), abs(right))):
         left = right = 0.0
-    return replace(found, left=left, right=right)
+    return replace(derivative, left=left, right=right)

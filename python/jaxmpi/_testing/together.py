@@ -1,4 +1,4 @@
-"""What the ranks tell each other beside the operations of a program."""
+"""Communication between the ranks beside the operations of a program."""
 
 import sys
 import threading
@@ -15,11 +15,11 @@ from jaxmpi._mpi import communicators
 
 T = TypeVar("T")
 SILENCE = 10.0
-"""Seconds after which rank 0 says what it does."""
+"""Seconds after which rank 0 reports what it does."""
 
 
 class Ranks:
-    """The ranks of a communicator, which do everything together: an error of one of them is an error of all."""
+    """The ranks of a communicator, which do everything together. An error of one rank is an error of all."""
 
     def __init__(self, comm: MPI.Comm | None, operation: str) -> None:
         self.communicator = communicators.resolve(comm, operation)
@@ -28,15 +28,15 @@ class Ranks:
         self._operation = operation
         self._began = self._spoke = time.monotonic()
 
-    def tell(self, value: Any) -> list[Any]:
-        """What each rank has to say, on all ranks."""
-        jax.effects_barrier()  # mpi4py's calls do not wait for operations that are under way
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on all ranks."""
+        jax.effects_barrier()  # mpi4py's calls do not wait for pending operations
         return self._comm.allgather(value)
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns on this rank.
+        """Return the result of `work` on this rank.
 
-        Raises the exception of `work`; where it raised on other ranks alone, a RuntimeError that names one.
+        Raise the exception of `work`. If `work` raised only on other ranks, raise a RuntimeError that names one.
         """
         failure: Exception | None = None
         timer = threading.Timer(max(0.0, self._spoke + SILENCE - time.monotonic()), self._say, [what])
@@ -58,29 +58,29 @@ class Ranks:
         return result
 
     def _say(self, what: str) -> None:
-        """Tells what takes long."""
+        """Report a step that takes long."""
         self._spoke = time.monotonic()
         busy = f"{self._operation}: busy for {self._spoke - self._began:.0f} s, now to {what}."
         print(busy, file=sys.stderr, flush=True)
 
     def difference(self, x: Any) -> str | None:
-        """How the arrays of the ranks differ by more than rounding; None if they do not. The same on all ranks."""
+        """Describe how the arrays of the ranks differ by more than rounding, or return None. The same on all ranks."""
         if isinstance(x, jax.ShapeDtypeStruct):
             x = np.zeros(x.shape, x.dtype)
         if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         x = np.asarray(x)
-        types = self.tell((x.shape, x.dtype))
-        if (other := _first(its != types[0] for its in types)) is not None:
+        types = self.gather((x.shape, x.dtype))
+        if (other := _first(kind != types[0] for kind in types)) is not None:
             (shape, dtype), (other_shape, other_dtype) = types[0], types[other]
             return f"{dtype} of shape {shape} on rank 0, {other_dtype} of shape {other_shape} on rank {other}"
         first = self._comm.bcast(x)
-        found = np.argwhere(_differ(x, first))
-        at = tuple(found[0].tolist()) if len(found) else None
-        said = self._comm.allgather(None if at is None else (at, x[at]))
-        if (other := _first(its is not None for its in said)) is None:
+        places = np.argwhere(_differ(x, first))
+        at = tuple(places[0].tolist()) if len(places) else None
+        differences = self._comm.allgather(None if at is None else (at, x[at]))
+        if (other := _first(difference is not None for difference in differences)) is None:
             return None
-        at, value = said[other]
+        at, value = differences[other]
         where = f" at index {', '.join(map(str, at))}" if at else ""
         return f"{number(first[at])} on rank 0, {number(value)} on rank {other}{where}"
 
@@ -90,12 +90,12 @@ def number(x: Any) -> str:
 
 
 def _first(truths: Any) -> int | None:
-    """The position of the first that is true."""
+    """Return the position of the first true value."""
     return next((i for i, truth in enumerate(truths) if truth), None)
 
 
 def _differ(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Where two arrays differ by more than rounding, relative to the largest number."""
+    """Return where two arrays differ by more than rounding, relative to the largest number."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x != y
     eps = float(jnp.finfo(x.dtype).eps)

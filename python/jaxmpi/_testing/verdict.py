@@ -1,4 +1,4 @@
-"""What derivatives say of a function, in words."""
+"""The meaning of derivatives of a function, in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Tolerance:
     atol: float
 
     def close(self, value: float, derivative: Derivative, size: float = 0.0) -> bool:
-        """Whether it is the derivative, as far as both can tell. `size` is that of the value's terms."""
+        """Return whether it is the derivative, as far as both are precise. `size`: of the terms of the value."""
         scale = max(abs(value), abs(derivative.value), derivative.size, size)
         return abs(value - derivative.value) <= self.atol + self.rtol * scale + 3 * derivative.error
 
@@ -25,7 +25,7 @@ class Tolerance:
 
 
 def of_ranks(values: Sequence[float], most: int = 4) -> str:
-    """A number of each rank."""
+    """Return a number of each rank as text."""
     if len(set(map(number, values))) == 1:
         return number(values[0])
     shown = [f"{number(value)} on rank {rank}" for rank, value in enumerate(values[:most])]
@@ -33,7 +33,7 @@ def of_ranks(values: Sequence[float], most: int = 4) -> str:
 
 
 def relation(gradient: Gradient, derivative: Derivative, ranks: int, tolerance: Tolerance) -> str:
-    """How a wrong gradient is related to the derivative; empty if in no simple way."""
+    """Describe how a wrong gradient is related to the derivative. Empty: in no simple way."""
 
     def close(value: float) -> bool:
         return tolerance.close(value, derivative, gradient.size)

@@ -1,1 +1,1 @@
-"""What `python -m jaxmpi.trace` makes of the timelines of all ranks."""
+"""The parts of `python -m jaxmpi.trace`, which read and evaluate the timelines of all ranks."""

@@ -1,6 +1,8 @@
-"""One time for all ranks. Ranks of one machine share its clock. Machines are compared by the operations themselves: no
-rank can leave an operation before those that it needs have begun it, which bounds the difference of their clocks from
-both sides, as closely as their fastest operation together."""
+"""One time for all ranks. Ranks of one machine share one clock. Clocks of machines are compared by the operations.
+
+No rank can leave an operation before the ranks that it needs have begun it. This bounds the difference of two clocks
+from both sides. The two bounds are as close as the fastest operation between the machines takes.
+"""
 
 import bisect
 import math
@@ -11,12 +13,12 @@ from jaxmpi._trace.files import Rank
 from jaxmpi._trace.matching import Matched
 
 _WINDOW = 1e7
-"""Microseconds in which clocks do not drift by more than an operation takes."""
+"""Microseconds in which the drift of clocks is smaller than the time of an operation."""
 
 
 def align(ranks: Sequence[Rank], matched: Matched) -> float:
-    """Shifts the times of all events to those of one clock, from 0 on. Returns how far they may be off, in
-    microseconds; infinity if clocks had to be compared by the time of day."""
+    """Shift the times of all events to one clock, from 0 on. Return the largest error, in microseconds, or infinity if
+    clocks had to be compared by the time of day."""
     clock = {rank.rank: rank.clock for rank in ranks}
     offsets, errors = {ranks[0].clock: [(0.0, 0.0)]}, {ranks[0].clock: 0.0}
     bounds = _bounds(clock, matched)
@@ -47,8 +49,8 @@ Bounds = dict[tuple[str, str], dict[int, list[float]]]
 
 
 def _bounds(clock: dict[int, str], matched: Matched) -> Bounds:
-    """Bounds for pairs of clocks a and b, and windows of b's time: two numbers between which what must be added to b's
-    times lies, to give a's."""
+    """Return bounds for pairs of clocks a and b, and windows of b's time. The number to add to b's times, to get
+    a's, lies between the two."""
     bounds: Bounds = defaultdict(lambda: defaultdict(lambda: [-math.inf, math.inf]))
     if len(set(clock.values())) == 1:
         return bounds
@@ -65,7 +67,7 @@ def _bounds(clock: dict[int, str], matched: Matched) -> Bounds:
 
 
 def _points(windows: dict[int, list[float]]) -> tuple[list[tuple[float, float]], float]:
-    """Times and offsets there, and how far these may be off. Where only one side is bounded there is no point."""
+    """Return times, the offsets at these times, and the largest error. A window with one bound alone gives no point."""
     both = {window: limits for window, limits in sorted(windows.items()) if all(map(math.isfinite, limits))}
     if not both:
         low, high = max(limits[0] for limits in windows.values()), min(limits[1] for limits in windows.values())
@@ -75,7 +77,7 @@ def _points(windows: dict[int, list[float]]) -> tuple[list[tuple[float, float]],
 
 
 def _at(points: list[tuple[float, float]], time: float) -> float:
-    """The offset at a time, by straight lines between the points."""
+    """Return the offset at a time, by straight lines between the points."""
     if time <= points[0][0] or len(points) == 1:
         return points[0][1]
     next_one = bisect.bisect_left(points, time, key=lambda point: point[0])

@@ -1,8 +1,8 @@
-"""The timelines of the ranks as they were written: see _mpi/timeline.py and csrc/observe/timeline.c.
+"""The timelines that the ranks have written: see _mpi/timeline.py and csrc/observe/timeline.c.
 
-Whoever can write into the folder may have written anything. `_fact` compares each line with one schema, and `_check`
-what lines say of each other; whatever comes after relies on that. A line that is not JSON is counted, for a process
-that was killed may leave one. Any other damage raises ValueError, with the name of the file.
+Another program may have written anything into the folder. So `_fact` compares each line with one schema, and `_check`
+compares the lines with each other. The rest relies on that. A line that is not JSON is only counted, because a killed
+process may leave one. Any other damage raises ValueError, with the name of the file.
 """
 
 import json
@@ -17,19 +17,19 @@ from typing import Any
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, in which equal texts are one string: lines of the program above all."""
+    """Make an object of JSON in which equal texts are one string, above all lines of the program."""
     return {name: sys.intern(value) if type(value) is str else value for name, value in pairs}
 
 
 WAITS = {"wait", "exchange_finish", "index_finish", "redistribute_finish"}
-"""The operations that wait for what has been started."""
+"""The operations that wait for nonblocking ones."""
 
 FROM_ROOT, TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 _MOST_CHARACTERS = 1 << 26
-"""The length of the longest line that is read. The longest one written lists the ranks of a communicator."""
+"""The length of the longest line that is read. The longest line in a timeline lists the ranks of a communicator."""
 _MOST_RANKS = 1 << 24
 
 
@@ -53,8 +53,8 @@ def _plain(x: Any) -> bool:
     return _text(x) or _whole(x) or _time(x) or type(x) is bool
 
 
-def _list_of(its: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: type(x) is list and all(map(its, x))
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is list and all(map(fits, x))
 
 
 def _is_name(x: Any) -> bool:
@@ -78,7 +78,7 @@ _SCHEMA: dict[str, dict[str, Callable[[Any], bool]]] = {
     "jaxmpi_communicator": {"number": _count, "name": _text, "ranks": _list_of(_count), "members": _text},
     "jaxmpi_end": {"lost": _count},
 }
-"""What a line of each phase has, and what the arguments of a fact (phase M) have, by its name."""
+"""The entries of a line by phase, and of the arguments of a fact (phase M) by name."""
 _MAY_LACK = {"ranks", "members"}
 _ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("comm", "from", "request", "count", "sent", "received"), _count),
@@ -86,7 +86,7 @@ _ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("line", "dtype", "op"), _text),
     **dict.fromkeys(("operation", "derivative"), _is_name),
 }
-"""What the arguments of an operation are. All but `comm` may be absent; those with other names are plain values."""
+"""The arguments of an operation. All but `comm` may be absent. Arguments with other names are plain values."""
 
 
 @dataclass(slots=True)
@@ -100,13 +100,13 @@ class Event:
     end: float
     arguments: dict[str, Any]
     complete: bool = True
-    """Whether it has ended. If not the process has ended in it, and `end` is the last time in its file."""
+    """Whether it has ended. If not, the process has ended in it, and `end` is the last time in the file."""
     waited: float = 0.0
-    """The time for which other ranks had not come yet: see `matching`."""
+    """The time in which other ranks had not yet called it: see `matching`."""
     other_end: "Event | None" = field(default=None, repr=False)
-    """The event that waits for what this one starts, or that starts what this one waits for."""
+    """The event that waits for the operation that this one starts, or the reverse."""
     shown: str = ""
-    """The name that users know, where that is another."""
+    """The name that users know, if it differs."""
 
     @property
     def seconds(self) -> float:
@@ -114,7 +114,7 @@ class Event:
 
     @property
     def nbytes(self) -> int:
-        """What this rank passes to it, or takes from it, whichever is more."""
+        """The bytes that this rank passes to it or takes from it. The larger number counts."""
         if self.name in WAITS and self.other_end is not None:
             return self.other_end.nbytes
         return max(self.arguments.get("sent", 0), self.arguments.get("received", 0))
@@ -125,11 +125,11 @@ class Event:
 
     @property
     def label(self) -> str:
-        """The name, and whether it is of tangents or cotangents; for a wait, what it waits for."""
+        """The name, and whether it is of tangents or cotangents. For a wait, the operation that it waits for."""
         if self.name in WAITS - {"exchange_finish"} and self.other_end is not None:
             return f"wait for {self.other_end.label}"
-        its = self.other_end if self.name == "exchange_finish" and self.other_end is not None else self
-        derivative = str(its.arguments.get("derivative", ""))
+        operation = self.other_end if self.name == "exchange_finish" and self.other_end is not None else self
+        derivative = str(operation.arguments.get("derivative", ""))
         return f"{self.title} of {derivative.split()[-1]}s" if derivative else self.title
 
 
@@ -137,15 +137,15 @@ class Event:
 class Communicator:
     name: str
     ranks: Sequence[int]
-    """The ranks in COMM_WORLD of its processes, in the order of the communicator."""
+    """The ranks of the processes in COMM_WORLD, in the order of the communicator."""
     earlier: int = 0
-    """The number of communicators with this name and these ranks that this rank had made before."""
+    """The number of communicators with this name and these ranks that this rank made before it."""
     members: str = ""
-    """A hash of the ranks; empty if they are all."""
+    """A hash of the ranks. Empty if these are all ranks."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What identifies the communicator on all its ranks, if they use those that are alike in one order."""
+        """The key of the communicator, the same on all ranks if they use equal communicators in one order."""
         return self.name, self.members, self.earlier
 
 
@@ -162,9 +162,9 @@ class Rank:
     events: list[Event] = field(default_factory=list)
     communicators: dict[int, Communicator] = field(default_factory=dict)
     lost: int | None = None
-    """Operations that were left out; None: the process was killed before it could tell."""
+    """The number of operations that were left out. None: the process was killed before it could write this."""
     unreadable: int = 0
-    """Lines, but for the last one of a process that was killed."""
+    """The number of unreadable lines, without the last line of a killed process."""
 
 
 @dataclass
@@ -181,29 +181,29 @@ class Job:
 
 
 _NAME = re.compile(r"(.+)\.\d{5,}\.json")
-"""The name of a file: the name of the job, or one that the rank has given itself, and the rank."""
+"""The name of a file: the name of the job, or a name that the rank has chosen, and the rank."""
 
 
 def jobs(folder: Path) -> list[Job]:
-    """The jobs whose files are in a folder, by their names. Ranks that do not know their job, since not all
-    of it were heard, are of one job if they were launched together. Raises ValueError if there are none, or if such
-    ranks cannot be told apart."""
+    """Return the jobs whose files are in a folder, by name. A rank does not know the name of the job if not all ranks
+    reported. These ranks are of one job if they were launched together. Raise ValueError if there is no job, or if the
+    jobs of these ranks are not clear."""
     paths = [path for path in sorted(folder.iterdir()) if _NAME.fullmatch(path.name) and path.is_file()]
     if not paths:
         raise ValueError(f"no timelines in {folder}: run the program with JAXMPI_TRACE={folder}")
     headers = {path: header for path in paths if (header := _header(path)) is not None}
     if not headers:
-        raise ValueError(f"{paths[0]} is no timeline of jaxmpi, or its process was killed at once")
+        raise ValueError(f"{paths[0]} is no timeline of jaxmpi, or the process was killed at once")
     together: dict[str, set[str]] = defaultdict(set)
     for header in headers.values():
         if header["job"] is not None:
             together[header["launched"]].add(header["job"])
-    found: dict[str, dict[Path, dict[str, Any]]] = defaultdict(dict)
+    members_of: dict[str, dict[Path, dict[str, Any]]] = defaultdict(dict)
     for path, header in headers.items():
         known = together[header["launched"]]
         job = next(iter(known)) if header["job"] is None and len(known) == 1 else header["job"]
-        found[job or header["launched"]][path] = header
-    return sorted((_job(members) for members in found.values()), key=lambda job: job.name)
+        members_of[job or header["launched"]][path] = header
+    return sorted((_job(members) for members in members_of.values()), key=lambda job: job.name)
 
 
 def _job(headers: dict[Path, dict[str, Any]]) -> Job:
@@ -216,8 +216,8 @@ def _job(headers: dict[Path, dict[str, Any]]) -> Job:
         late = not agreed and begin - other["realtime"] > 6e8
         if other["size"] != job.size or other["rank"] in job.paths or late:
             raise ValueError(
-                f"{path} and {first} cannot be told apart, and may be of different jobs: not all ranks of these have "
-                "imported jaxmpi. Move the files of one job into a folder of their own"
+                f"{path} and {first} may be of different jobs: not all ranks of these jobs imported jaxmpi. Move the "
+                "files of one job into a folder of their own"
             )
         job.paths[other["rank"]] = path
     job.paths = dict(sorted(job.paths.items()))
@@ -225,7 +225,7 @@ def _job(headers: dict[Path, dict[str, Any]]) -> Job:
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """Who wrote a file; None: it does not say, since the process was killed."""
+    """Return the header of a file. None: it has none, because the process was killed."""
     lines = _lines(path)
     header = next(_arguments_of(path, islice(lines, 5), "jaxmpi"), None)
     if header is not None and header["job"] is None:
@@ -237,21 +237,21 @@ def _header(path: Path) -> dict[str, Any] | None:
 
 
 def _arguments_of(path: Path, lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
-    """The arguments of the facts that have a name."""
+    """Yield the arguments of the facts that have a name."""
     for line in lines:
         if (fact := _fact(path, line)) is not None and fact["ph"] == "M" and fact["name"] == name:
             yield fact["args"]
 
 
 def read(folder: Path, name: str = "") -> list[Rank]:
-    """The ranks of the job whose name begins so, in their order. Raises ValueError if that is not one job."""
-    there = jobs(folder)
-    chosen = [job for job in there if job.name.startswith(name)]
+    """Return the ranks of the job whose name begins with `name`, in order. Raise ValueError if this is not one job."""
+    listed = jobs(folder)
+    chosen = [job for job in listed if job.name.startswith(name)]
     if len(chosen) != 1:
-        rows = "".join(f"\n  {job}" for job in there)
-        plural = "jobs have" if len(there) > 1 else "job has"
+        rows = "".join(f"\n  {job}" for job in listed)
+        plural = "jobs have" if len(listed) > 1 else "job has"
         wrong = f"; {len(chosen) or 'no'} names begin with {name}" if name else ""
-        raise ValueError(f"{len(there)} {plural} written into {folder}, choose one by --job NAME{wrong}:{rows}")
+        raise ValueError(f"{len(listed)} {plural} written into {folder}, choose one by --job NAME{wrong}:{rows}")
     ranks = [_read(path) for path in chosen[0].paths.values()]
     _find_members(ranks)
     for rank, path in zip(ranks, chosen[0].paths.values(), strict=True):
@@ -260,8 +260,8 @@ def read(folder: Path, name: str = "") -> list[Rank]:
 
 
 def _find_members(ranks: list[Rank]) -> None:
-    """Finds the ranks of communicators in the files that list them. Those of which the first rank has no file are
-    forgotten."""
+    """Read the ranks of communicators from the files that list them. Forget the communicators whose first rank has no
+    file."""
     listed: dict[str, Sequence[int]] = {"": range(ranks[0].size)}
     for rank in ranks:
         listed.update({comm.members: comm.ranks for comm in rank.communicators.values() if comm.ranks})
@@ -272,7 +272,7 @@ def _find_members(ranks: list[Rank]) -> None:
 
 
 def _check(rank: Rank, path: Path) -> None:
-    """Raises ValueError if a line names a rank that its communicator or the job does not have."""
+    """Raise ValueError if a line names a rank that the communicator or the job does not have."""
     for comm in rank.communicators.values():
         if not isinstance(comm.ranks, range) and (
             len({*comm.ranks}) < len(comm.ranks) or max(comm.ranks, default=0) >= rank.size
@@ -325,7 +325,7 @@ def _read(path: Path) -> Rank:
         if line["ph"] == "E" and event.track in begun:
             event.begin = begun.pop(event.track).begin
         rank.events.append(event)
-    for event in begun.values() if not rank.lost else ():  # else the line of its end may have been left out
+    for event in begun.values() if not rank.lost else ():  # otherwise the line of an end may have been left out
         event.end, event.complete = max(last, event.begin), False
         rank.events.append(event)
     rank.events.sort(key=lambda event: event.begin)
@@ -335,7 +335,7 @@ def _read(path: Path) -> Rank:
 
 
 def _join_ends(rank: Rank) -> None:
-    """What starts an operation, and what waits for it. Numbers of requests are used again, after 16 million others."""
+    """Join each start with the wait for it. Numbers of requests are used again, after 16 million others."""
     started: dict[int, Event] = {}
     for event in rank.events:
         number = event.arguments.get("request", 0)
@@ -347,8 +347,8 @@ def _join_ends(rank: Rank) -> None:
 
 
 def _fact(path: Path, line: str) -> dict[str, Any] | None:
-    """What a line says. None: it is no JSON, such as one that is cut off. Raises ValueError if it says what no timeline
-    does."""
+    """Return the fact in a line. None: the line is no JSON, because it is cut off for example. Raise ValueError if no
+    timeline has this fact."""
     try:
         fact = _DECODER.decode(line.strip().removesuffix(","))
     except (ValueError, RecursionError):
@@ -360,17 +360,17 @@ def _fact(path: Path, line: str) -> dict[str, Any] | None:
         wrong = _unlike(fact["args"], fact["name"])
     else:
         wrong = "ph" if fact["ph"] not in ("B", "E", "X") else _unlike(fact, fact["ph"])
-        given = ((name, _ARGUMENTS.get(name, _plain)(value)) for name, value in fact["args"].items())
-        wrong = wrong or next((name for name, fits in given if not fits), None if "comm" in fact["args"] else "comm")
+        checked = ((name, _ARGUMENTS.get(name, _plain)(value)) for name, value in fact["args"].items())
+        wrong = wrong or next((name for name, fits in checked if not fits), None if "comm" in fact["args"] else "comm")
     if wrong is not None:
         raise _damaged(path, f"{wrong!r:.40} is missing or wrong in {line.strip()!r:.80}")
     return fact
 
 
-def _unlike(given: dict[str, Any], kind: str) -> str | None:
-    """The name of what is not as the schema says; a kind that it does not have may say anything."""
+def _unlike(entries: dict[str, Any], kind: str) -> str | None:
+    """Return the name of an entry that differs from the schema. A kind that the schema does not have may have any."""
     for name, fits in _SCHEMA.get(kind, {}).items():
-        if not fits(given[name]) if name in given else name not in _MAY_LACK:
+        if not fits(entries[name]) if name in entries else name not in _MAY_LACK:
             return name
     return None
 
@@ -383,16 +383,16 @@ def _lines(path: Path) -> Iterator[str]:
             yield line
 
 
-def _add_fact(rank: Rank, name: str, given: dict[str, Any]) -> None:
+def _add_fact(rank: Rank, name: str, entries: dict[str, Any]) -> None:
     if name == "jaxmpi_end":
-        rank.lost = given["lost"]
-    if name == "jaxmpi_communicator":  # told again by a second thread, or with the name that it has got since
-        ranks, members = tuple(given.get("ranks", ())), given.get("members", "")
-        rank.communicators[given["number"]] = Communicator(given["name"], ranks, members=members)
+        rank.lost = entries["lost"]
+    if name == "jaxmpi_communicator":  # repeated by a second thread, or when the name has changed
+        ranks, members = tuple(entries.get("ranks", ())), entries.get("members", "")
+        rank.communicators[entries["number"]] = Communicator(entries["name"], ranks, members=members)
 
 
 def _count_communicators(rank: Rank) -> None:
-    """Tells apart those with one name and the same ranks, once all have their last names."""
+    """Distinguish communicators with one name and the same ranks, when all have their last names."""
     counts: Counter[tuple[str, str]] = Counter()
     for comm in rank.communicators.values():
         comm.earlier = counts[comm.name, comm.members]

@@ -1,8 +1,8 @@
-"""Finds which events of different ranks are one collective, or one message, and how long ranks waited in it for others.
+"""The events of different ranks that are one collective or one message, and the time that ranks waited in them.
 
-Collectives are in one order on all ranks of a communicator; messages between two ranks with one tag are received in
-the order in which they are sent. So both are matched by counting. Those that are started and waited for later are
-counted where they start; what can take long is the wait, which knows its start (`Event.other_end`).
+All ranks of a communicator call collectives in the same order. Messages between two ranks with one tag are received in
+the order in which they are sent. So counting matches both. Nonblocking operations are counted where they start. What
+can take long is the wait, which knows the start (`Event.other_end`).
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from jaxmpi._trace.files import FROM_ROOT, TO_ROOT, WAITS, Communicator, Event, 
 
 MESSAGES = {"send", "recv", "sendrecv", "isend", "irecv"}
 ALONE = {"after", "hold", *WAITS}
-"""What is no collective, and no message."""
+"""The operations that are no collectives and no messages."""
 _ONE_CLOCK: Mapping[int, str] = {}
 _STARTED = {"iallreduce", "ialltoall", "ibarrier", "ibcast", "ireduce"}
 _WITH_NEIGHBORS = {"exchange", "exchange_start", "index_accumulate", "index_exchange", "index_start"}
@@ -24,7 +24,7 @@ _BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "migrate", "reduce_scatterv"
 
 @dataclass
 class Collective:
-    """The events of a collective by the ranks in COMM_WORLD; of one that is waited for later, those that start it."""
+    """The events of a collective by the ranks in COMM_WORLD. For a nonblocking collective, the events that start it."""
 
     communicator: Communicator
     events: dict[int, Event] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Collective:
         return len({(event.name, event.arguments.get("root")) for event in self.events.values()}) == 1
 
     def needs(self, clock: Mapping[int, str] = _ONE_CLOCK) -> list[tuple[Event, Event]]:
-        """Pairs: the first event cannot end before the second begins. `clock`: of each rank; of events with the same
-        clock only the last to begin is needed."""
+        """Return pairs of events. The first event cannot end before the second begins. `clock`: of each rank. Of events
+        with the same clock only the last to begin is needed."""
         pairs = self._needs(clock)
         if pairs and pairs[0][0].name in _STARTED:
             return [(wait, early) for late, early in pairs if (wait := late.other_end) is not None]
@@ -49,11 +49,11 @@ class Collective:
         ordered = [self.events[rank] for rank in self.communicator.ranks if rank in self.events]
         first = ordered[0]
         if first.name not in ("barrier", "ibarrier") and not any(event.nbytes for event in ordered):
-            return []  # nothing is moved, so a library need not wait
+            return []  # no data is moved, so a library need not wait
         if first.name in _WITH_NEIGHBORS:
-            return []  # which other ranks these are the events do not tell
+            return []  # the events do not name the neighbours
         if first.name in _BY_COUNTS and clock is not _ONE_CLOCK:
-            return []  # a count of 0 needs nobody; who waited is well enough known without it, clocks are not
+            return []  # a count of 0 needs nobody: this hardly changes the waiting, but would spoil the clocks
         if first.name in FROM_ROOT | TO_ROOT:
             root = self.events.get(self.communicator.ranks[first.arguments["root"]])
             others = [event for event in ordered if event is not root]
@@ -74,17 +74,17 @@ class Message:
 
     @property
     def sender_waits(self) -> Event | None:
-        """Where the sender may be held up until there is a receiver: not in isend, but in its wait."""
+        """The event in which the sender may have to wait for the receiver. For isend this is the wait for it."""
         return self.sent.other_end if self.sent.name == "isend" else self.sent
 
     @property
     def expected(self) -> Event:
-        """Where the receiver says that it expects a message."""
+        """The event with which the receiver posts the receive."""
         return self.received.other_end or self.received
 
     @property
     def on_the_way(self) -> float | None:
-        """Microseconds. None: not known, since it may have come before it was waited for."""
+        """Microseconds. None: unknown, because the message may have arrived before the wait for it."""
         if self.received.name == "wait":
             return None
         return self.received.end - max(self.sent.begin, self.received.begin)
@@ -102,8 +102,8 @@ class Matched:
     collectives: list[Collective]
     messages: list[Message]
     unmatched: int
-    """Events of which not all ranks have one, or that differ: a rank has ended, or lost some, or has used communicators
-    that are alike in another order."""
+    """The number of events without a partner on every other rank, or with a different one. A rank has ended or lost
+    events, or ranks have made equal communicators in another order."""
 
     @property
     def all(self) -> list[Collective | Message]:
@@ -119,7 +119,7 @@ def match(ranks: Sequence[Rank]) -> Matched:
         counts: dict[Any, int] = defaultdict(int)
         for event in rank.events:
             comm = rank.communicators.get(event.arguments["comm"])
-            if comm is None:  # of a program of an earlier run, which needs no tracing
+            if comm is None:  # the program comes from an earlier run and is not traced again
                 unknown += 1
                 continue
             if event.name in ALONE:
@@ -140,19 +140,19 @@ def match(ranks: Sequence[Rank]) -> Matched:
 
 
 def _sort_message(event: Event, comm: Communicator, sent: dict[Any, list[Event]], received: dict[Any, Any]) -> None:
-    """Files a message under what it must have in common with its other end."""
-    given = event.arguments
-    if 0 <= (dest := given.get("dest", -1)) < len(comm.ranks):
-        tag = given.get("tag", given.get("sendtag"))
+    """Sort a message by the numbers that it has in common with the other end."""
+    own = event.arguments
+    if 0 <= (dest := own.get("dest", -1)) < len(comm.ranks):
+        tag = own.get("tag", own.get("sendtag"))
         sent[comm.key, event.rank, comm.ranks[dest], tag].append(event)
     end = event.other_end if event.name == "irecv" else event
-    if end is not None and "from" in (given := end.arguments):
-        received[comm.key, comm.ranks[given["from"]], event.rank, given.get("from_tag")].append(end)
+    if end is not None and "from" in (own := end.arguments):
+        received[comm.key, comm.ranks[own["from"]], event.rank, own.get("from_tag")].append(end)
 
 
 def add_waiting(matched: Matched) -> dict[tuple[int, int], float]:
-    """Sets `waited` of all events. Returns for how long a rank waited for another, in microseconds: for the last of
-    those that it needed. A rank that sends needs the one that receives only if it came back after that had begun."""
+    """Set `waited` of all events. Return how long each rank waited for another, in microseconds: only the last of the
+    needed ranks counts. A sender needs the receiver only if the send ended after the receiver had posted."""
     caused: dict[tuple[int, int], float] = defaultdict(float)
     latest: dict[int, tuple[Event, Event]] = {}
     for one in matched.all:

@@ -10,12 +10,12 @@ from jaxmpi._trace.files import WAITS, Event, Rank
 from jaxmpi._trace.matching import Message
 
 _BINS = 1200
-"""Pixels of the time axis: a timeline of any length is as quick to draw."""
+"""Pixels of the time axis. A timeline of any length takes the same time to draw."""
 _GREY = 0.85
 
 
 def _busy(intervals: Sequence[tuple[float, float]], edges: Any) -> Any:
-    """The part of each bin that is covered by intervals, which do not overlap."""
+    """Return the part of each bin that intervals cover. The intervals do not overlap."""
     if not intervals:
         return np.zeros(len(edges) - 1)
     begin, end = np.array(sorted(intervals)).T
@@ -26,15 +26,15 @@ def _busy(intervals: Sequence[tuple[float, float]], edges: Any) -> Any:
 
 
 def _by_track(events: Sequence[Event], edges: Any, waiting: bool) -> Any:
-    """The part of each bin that is covered by the operations of a rank, which overlap only between its threads."""
+    """Return the part of each bin that operations of a rank cover. They overlap only between threads of the rank."""
     tracks: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         tracks[event.track].append((event.begin, event.begin + event.waited if waiting else event.end))
-    return np.minimum(sum((_busy(found, edges) for found in tracks.values()), np.zeros(len(edges) - 1)), 1.0)
+    return np.minimum(sum((_busy(spans, edges) for spans in tracks.values()), np.zeros(len(edges) - 1)), 1.0)
 
 
 def _in_flight(events: Sequence[Event], edges: Any) -> Any:
-    """The part of each bin in which something has been started that is not being waited for yet."""
+    """Return the part of each bin in which an operation is in flight and no wait for it has begun."""
     spans = sorted((e.end, e.other_end.begin) for e in events if e.other_end is not None and e.name not in WAITS)
     merged: list[tuple[float, float]] = []
     for begin, end in spans:
@@ -46,8 +46,8 @@ def _in_flight(events: Sequence[Event], edges: Any) -> Any:
 
 
 def timeline(file: IO[bytes], ranks: Sequence[Rank]) -> None:
-    """One row per rank: white where it is in no operation, or grey if one is in flight; paler where it waits for
-    another rank."""
+    """Draw one row per rank: white where it is in no operation, grey if one is in flight then, and paler where it waits
+    for another rank."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -82,12 +82,12 @@ def timeline(file: IO[bytes], ranks: Sequence[Rank]) -> None:
 
 
 def matrix(file: IO[bytes], ranks: Sequence[Rank], messages: Sequence[Message]) -> None:
-    """Bytes of messages from each rank to each other."""
+    """Draw the bytes of messages from each rank to each other."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     size = ranks[0].size
-    bins = min(size, _BINS)  # each of one rank, as long as there are enough
+    bins = min(size, _BINS)  # one rank per bin, as long as there are enough
     nbytes = np.zeros((bins, bins))
     for message in messages:
         nbytes[message.sent.rank * bins // size, message.received.rank * bins // size] += message.nbytes

@@ -1,4 +1,4 @@
-"""Where the time went, in tables; and one timeline of all ranks, for Perfetto."""
+"""Tables of the times, and one timeline of all ranks for Perfetto."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def _size(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """A text in one line, without what cannot be printed."""
+    """Return a text in one line, without characters that cannot be printed."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -35,7 +35,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as what they hold; the last one to the left."""
+    """Yield the lines of a table. Columns are as wide as the cells, and the last one is flush left."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     for row in (head, *rows):
         cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
@@ -43,7 +43,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def by_line(ranks: Sequence[Rank], span: float, most: int) -> Iterator[str]:
-    """Per operation and line, on average over the ranks; of waiting also the least and the most of a rank."""
+    """Yield a table by operation and line, with averages over the ranks. For waiting also the least and the most."""
     groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for rank in ranks:
         for event in rank.events:
@@ -93,15 +93,15 @@ def by_pair(messages: Sequence[Message], caused: Mapping[tuple[int, int], float]
     pairs: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for message in messages:
         pairs[message.sent.rank, message.received.rank].append(message)
-    waits = {pair: sum(m.received.waited for m in found) for pair, found in pairs.items()}
+    waits = {pair: sum(m.received.waited for m in own) for pair, own in pairs.items()}
     rows = []
-    for (a, b), found in sorted(pairs.items(), key=lambda item: -waits[item[0]])[:most]:
-        moved = sum(message.nbytes for message in found)
-        known = [(m.nbytes, m.on_the_way / 1e6) for m in found if m.on_the_way is not None]
+    for (a, b), own in sorted(pairs.items(), key=lambda item: -waits[item[0]])[:most]:
+        moved = sum(message.nbytes for message in own)
+        known = [(m.nbytes, m.on_the_way / 1e6) for m in own if m.on_the_way is not None]
         moving = sum(time for _, time in known)
         speed = f"{_size(sum(nbytes for nbytes, _ in known) / moving)}/s" if moving > 0 else "-"
         on_the_way = _seconds(moving / len(known)) if known else "-"
-        cells = [len(found), _size(moved), _seconds(waits[a, b] / 1e6), on_the_way, speed]
+        cells = [len(own), _size(moved), _seconds(waits[a, b] / 1e6), on_the_way, speed]
         rows.append([f"{a} -> {b}", *map(str, cells)])
     yield from table(["messages", "number", "bytes", "receiver waited", "on the way", "speed"], rows)
     if len(pairs) > most:
@@ -109,25 +109,25 @@ def by_pair(messages: Sequence[Message], caused: Mapping[tuple[int, int], float]
 
 
 def caveats(ranks: Sequence[Rank], matched: Matched, uncertainty: float) -> Iterator[str]:
-    """What a reader must know to trust the figures."""
+    """Yield the facts that a reader must know to trust the figures."""
     there = [-1, *sorted(rank.rank for rank in ranks), ranks[0].size]
     gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(there) if b - a > 1]
     missing = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in gaps)
     if missing:
-        yield f"ranks {missing} have no timeline: what others waited for there is not known"
+        yield f"ranks {missing} have no timeline: the time for which others waited there is not known"
     for rank in ranks:
         if rank.lost:
-            yield f"rank {rank.rank} left out {rank.lost} operations: its file was full, or the disk too slow"
+            yield f"rank {rank.rank} left out {rank.lost} operations: the file was full, or the disk too slow"
         if rank.unreadable:
             yield f"{rank.unreadable} lines of the timeline of rank {rank.rank} cannot be read"
         if rank.lost is None:
-            yield f"rank {rank.rank} was killed, or is still running: its last 0.1 s may be missing"
+            yield f"rank {rank.rank} was killed, or is still running: the last 0.1 s may be missing"
         for event in rank.events:
             if not event.complete:
                 line = event.arguments.get("line", "an unknown line")
                 yield f"rank {rank.rank} never came back from {event.label}, called at {line}"
     if matched.unmatched:
-        yield f"{matched.unmatched} operations could not be put together with those of other ranks: no waiting is known"
+        yield f"{matched.unmatched} operations match none on other ranks: no waiting is known for them"
     if uncertainty > 0 and len({rank.clock for rank in ranks}) > 1:
         exact = uncertainty < float("inf")
         how = f"to {_seconds(uncertainty / 1e6)}, by their operations" if exact else "by their time of day alone"
@@ -135,8 +135,8 @@ def caveats(ranks: Sequence[Rank], matched: Matched, uncertainty: float) -> Iter
 
 
 def merge(file: IO[bytes], ranks: Sequence[Rank], matched: Matched) -> None:
-    """Writes all ranks' events into one file for Perfetto (ui.perfetto.dev), with arrows for messages, and from what
-    starts an operation to its wait."""
+    """Write the events of all ranks into one file for Perfetto (ui.perfetto.dev). Arrows show messages, and connect the
+    start of an operation to the wait for it."""
     file.write(b"[\n")
     for rank in ranks:
         name = {"name": f"rank {rank.rank} on {rank.host}"}

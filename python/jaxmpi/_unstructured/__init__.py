@@ -1,1 +1,1 @@
-"""`jaxmpi.IndexMap`: rows that have global indices, and copies of rows of other ranks."""
+"""The implementation of `jaxmpi.IndexMap`: rows with global indices, and copies of rows of other ranks."""

@@ -1,4 +1,4 @@
-"""Checks the arguments of maps. Errors name function, argument, value and what to try."""
+"""Checks of the arguments of maps. Errors name function, argument and value, and what to do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jaxmpi._jax import internals
 from jaxmpi._unstructured.lookup import Lookup, distinct
 
 _SHOWN = 5
-"""How many of wrong numbers an error shows."""
+"""The number of wrong values that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,24 @@ class Names:
     unowned: str = (
         "Add it to owned on one rank, or leave it out of ghosts; all ranks of the communicator make the map together."
     )
-    """What to do about ghosts that no rank owns."""
+    """The advice about ghosts that no rank owns."""
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """The rows that a rank has said it owns, and of which it has copies."""
+class LocalRows:
+    """The rows that a rank owns and the rows of which it has copies, as the user passes them."""
 
     owned: np.ndarray
     lookup: Lookup
-    """Finds rows in `owned`."""
+    """The positions of rows in `owned`."""
     ghosts: np.ndarray
     """The copies in ascending order, each once, without rows that this rank owns."""
     owners: np.ndarray | None
-    """The rank that owns each ghost, where that was given."""
+    """The rank that owns each ghost, if the user has passed it."""
 
 
 def some(values: Iterable[Any], count: int | None = None) -> str:
-    """The first of some values; `count` are there, of which those are the first."""
+    """List the first of some values. `count`: how many there are in all."""
     listed = [str(value) for value in values]
     count = len(listed) if count is None else count
     shown = listed[:_SHOWN]
@@ -49,9 +49,9 @@ def some(values: Iterable[Any], count: int | None = None) -> str:
 
 
 def integers(values: Any, operation: str, name: str, any_shape: bool = False) -> np.ndarray:
-    """An array of integers, as int64, with one dimension unless it may have any shape.
+    """Return an array of integers, as int64, with one dimension unless it may have any shape.
 
-    Raises TypeError for what is traced or no integers, ValueError for what int64 cannot hold and for another shape.
+    Raise TypeError for traced values or no integers, ValueError for values beyond int64 and for another shape.
     """
     if internals.is_tracer(values):
         raise TypeError(
@@ -59,7 +59,7 @@ def integers(values: Any, operation: str, name: str, any_shape: bool = False) ->
             "and call this outside of compiled functions."
         )
     if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"{operation}: {name} is a masked array: pass what is not masked, {name}.compressed().")
+        raise TypeError(f"{operation}: {name} is a masked array: pass {name}.compressed(), which drops masked entries.")
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
     if array.dtype == object and array.ndim == 0 and not isinstance(values, (int, np.ndarray)):
         advice = "an empty array if there are none" if values is None else f"for example sorted({name})"
@@ -82,17 +82,17 @@ def integers(values: Any, operation: str, name: str, any_shape: bool = False) ->
 
 
 def _is_of_ints(array: np.ndarray) -> bool:
-    """Whether these are integers of Python that NumPy has no dtype for."""
+    """Return whether these are integers of Python that no dtype of NumPy can hold."""
     return array.dtype == object and all(type(value) is int for value in array.flat)
 
 
 def indices(values: Any, operation: str, name: str, any_shape: bool = False) -> np.ndarray:
-    """Global indices. Raises TypeError and ValueError as `integers` does, and ValueError for negative ones."""
+    """Return global indices. Raise TypeError and ValueError like `integers`, and ValueError for negative ones."""
     array = integers(values, operation, name, any_shape)
     if array.size and array.min() < 0:
         raise ValueError(
             f"{operation}: {name} has negative indices: {some(array[array < 0])}. Global indices begin with 0; leave "
-            "out what stands for no row."
+            "out numbers that stand for no row."
         )
     return array
 
@@ -105,22 +105,22 @@ def ranks(values: Any, operation: str, name: str, size: int) -> np.ndarray:
     return array
 
 
-def rows(owned: Any, ghosts: Any, owners: Any, names: Names, rank: int, size: int) -> Given:
-    """What was given to make a map. Raises TypeError or ValueError."""
+def rows(owned: Any, ghosts: Any, owners: Any, names: Names, rank: int, size: int) -> LocalRows:
+    """Check the arguments of a map and return them. Raise TypeError or ValueError."""
     operation = names.operation
     mine = indices(owned, operation, names.owned)
-    lookup = Lookup.of(mine)
+    lookup = Lookup.from_list(mine)
     if len(repeated := lookup.repeated()):
         raise ValueError(
             f"{operation}: {names.owned} has indices twice: {some(distinct(lookup.values[repeated]))}. Each row is "
-            f"owned once: np.unique({names.owned}) leaves out what is repeated."
+            f"owned once: np.unique({names.owned}) removes repeated indices."
         )
     copies = indices(ghosts, operation, names.ghosts)
     if owners is None:
-        if lookup.consecutive:  # it costs less to leave out first what is owned, such as most columns of a matrix
+        if lookup.consecutive:  # it is cheaper to leave out owned rows first, for example most columns of a matrix
             copies = copies[lookup.positions(copies) < 0]
         copies = distinct(copies)
-        return Given(mine, lookup, copies[lookup.positions(copies) < 0], None)
+        return LocalRows(mine, lookup, copies[lookup.positions(copies) < 0], None)
     of_copies = ranks(owners, operation, "owners", size)
     if len(of_copies) != len(copies):
         raise ValueError(
@@ -141,4 +141,4 @@ def rows(owned: Any, ghosts: Any, owners: Any, names: Names, rank: int, size: in
         raise ValueError(
             f"{operation}: this is rank {rank}, and owners and owned disagree whether it owns {some(wrong)}."
         )
-    return Given(mine, lookup, copies[~is_mine], of_copies[~is_mine])
+    return LocalRows(mine, lookup, copies[~is_mine], of_copies[~is_mine])

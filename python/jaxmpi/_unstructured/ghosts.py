@@ -1,11 +1,11 @@
-"""Exchanges of ghosts: rows of other ranks, of which a rank has copies behind its own rows.
+"""Exchanges of ghosts: copies of rows of other ranks, which a rank stores behind its own rows.
 
-On all ranks together, of the rows o that they own and of the ghosts g, an exchange is the linear map
-(o, g) -> (o, P o), in which each row of P has one 1. Its transpose adds the ghosts to their owners' rows and clears
-them: (o, g) -> (o + P^T g, 0). So each is one operation, and the transpose of the other.
+Let o be the rows that all ranks own together, and g all ghosts. An exchange is the linear map (o, g) -> (o, P o), in
+which each row of P has one 1. Its transpose adds the ghosts to the rows of the owners and clears the ghosts: (o, g) ->
+(o + P^T g, 0). So each is one operation, and each is the transpose of the other.
 
-A rank sends one message to each rank that has ghosts of its rows, and receives one from each owner of its ghosts, of
-all arrays together. What is added to a row is added in the order of the ranks from which it comes.
+A rank sends one message to each rank that has ghosts of its rows, and receives one from each owner of its ghosts. A
+message carries all arrays. Contributions to a row are added in the order of the ranks that send them.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ Spec = tuple[int, str]
 """The axis of an array that has the rows, from the end; the name of the array, which the ranks compare."""
 
 Which = range | Indices
-"""Rows of an array: consecutive ones, or those with these indices."""
+"""Rows of an array: consecutive ones, or a list of indices."""
 
 _COMBINED_BY = ("SUM", "MAX", "MIN")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of this rank's arrays that travel."""
+    """The rows of this rank's arrays that are sent or received."""
 
     owned: int
     ghosts: int
     receives: tuple[tuple[int, int], ...]
-    """The ranks that own ghosts, and how many of them, in the order in which the ghosts lie."""
+    """The ranks that own ghosts, and the number of ghosts of each, in the order of the ghosts."""
     sends: tuple[tuple[int, Which], ...]
-    """The ranks that have ghosts of this rank, and of which of its rows."""
+    """The ranks that have ghosts of this rank, and the rows on this rank that they copy."""
 
     @property
     def total(self) -> int:
@@ -58,12 +58,12 @@ class Ghosts:
 
     rank: int
     number: int
-    """A number that the ranks of one map have in common, by which they find that they call with different maps."""
+    """A number that the ranks of one map have in common. With it they notice calls with different maps."""
     digest: str
     """A hash of `rows`, by which patterns are compared."""
     rows: Rows = dataclasses.field(compare=False, repr=False)
     op: str = "SUM"
-    """The reduction by which the adjoint combines ghosts with what they are copies of."""
+    """The reduction by which the adjoint combines ghosts with the rows that they copy."""
 
     aliases = True
 
@@ -72,15 +72,15 @@ class Ghosts:
         if self.op == "SUM":
             return ""
         return (
-            f"MPI.{self.op} has no derivative here. Accumulate with MPI.SUM, or jax.lax.stop_gradient(x) if nothing is "
-            "to be differentiated through it."
+            f"MPI.{self.op} has no derivative here. Accumulate with MPI.SUM, or use jax.lax.stop_gradient(x) if no "
+            "derivative is needed."
         )
 
     def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
         return places
 
     def behind(self, place: Spec, axes: int) -> Spec:
-        """The place of an array that has that many axes more, behind all of its own."""
+        """Return the place of an array that has `axes` more axes, behind all others."""
         axis, name = place
         return axis - axes, name
 
@@ -100,29 +100,33 @@ def _which(rows: np.ndarray) -> Which:
 
 
 def pattern(connections: Connections, rank: int) -> Ghosts:
-    """The pattern of what this rank knows of a division."""
-    sends = tuple((other, _which(its)) for other, its in connections.sends)
+    """Return the pattern of this rank's connections."""
+    sends = tuple((other, _which(local)) for other, local in connections.sends)
     rows = Rows(connections.owned, sum(count for _, count in connections.receives), connections.receives, sends)
-    facts = rows.owned, rows.receives, [(other, its if isinstance(its, range) else its.digest) for other, its in sends]
+    facts = (
+        rows.owned,
+        rows.receives,
+        [(other, which if isinstance(which, range) else which.digest) for other, which in sends],
+    )
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     return Ghosts(rank, connections.signature, digest, rows)
 
 
 def exchange(ghosts: Ghosts, comm: Communicator, tree: Any) -> Any:
-    """Replaces ghosts by the rows of which they are copies, for `IndexMap.exchange`."""
+    """Replace ghosts by the rows that they copy, for `IndexMap.exchange`."""
     arrays, structure, params = _checked("IndexMap.exchange", ghosts, comm, tree)
     return jax.tree.unflatten(structure, index_exchange_p.apply_to_all(params, arrays))
 
 
 def start(ghosts: Ghosts, comm: Communicator, tree: Any) -> Request:
-    """Starts an exchange, for `IndexMap.start`."""
+    """Start an exchange, for `IndexMap.start`."""
     arrays, structure, params = _checked("IndexMap.start", ghosts, comm, tree)
     return start_exchange("IndexMap.start", params, arrays, structure, index_start_p)
 
 
 def accumulate(ghosts: Ghosts, comm: Communicator, tree: Any, op: MPI.Op = MPI.SUM) -> Any:
-    """Combines ghosts with the rows of which they are copies, for `IndexMap.accumulate`. With MPI.SUM ghosts are then
-    zero, so that nothing is added twice; with MPI.MAX and MPI.MIN they stay as they are."""
+    """Combine ghosts with the rows that they copy, for `IndexMap.accumulate`. With MPI.SUM set ghosts to zero, so that
+    nothing is added twice. With MPI.MAX and MPI.MIN leave them as they are."""
     operation = "IndexMap.accumulate"
     reduction = arguments.reduction(op, operation)
     if reduction.name not in _COMBINED_BY:
@@ -141,7 +145,7 @@ def accumulate(ghosts: Ghosts, comm: Communicator, tree: Any, op: MPI.Op = MPI.S
 def _checked(
     operation: str, ghosts: Ghosts, comm: Communicator, tree: Any, check: Any = arguments.array, adjoint: bool = False
 ) -> tuple[list[Any], Any, Planned]:
-    """The arrays, their structure, and the parameters of the operation."""
+    """Return the arrays, their structure, and the parameters of the operation."""
     arrays, names, structure = arguments.leaves(tree, operation, "tree", check)
     rows = ghosts.rows
     for x, name in zip(arrays, names, strict=True):
@@ -155,7 +159,7 @@ def _checked(
 
 
 def _box(aval: Any, axis: int, which: Which) -> Box:
-    """Rows of an array."""
+    """Return the box of rows of an array."""
     starts, counts = [0] * len(aval.shape), list(aval.shape)
     if isinstance(which, range):
         starts[axis], counts[axis] = which.start, len(which)
@@ -172,7 +176,7 @@ def _plan(pattern: Ghosts, avals: tuple[Any, ...], places: tuple[Spec, ...], adj
     facts = []
     for leaf, (aval, (from_end, name)) in enumerate(zip(avals, places, strict=True)):
         axis = from_end % len(aval.shape)
-        # Where it lies on the other rank is that rank's affair. Sums are in the order of the ranks with ghosts.
+        # The other rank alone knows the place there. Sums are in the order of the ranks with ghosts.
         for other, which in rows.sends:
             sent = _box(aval, axis, which)
             moves.append(Move((other,), leaf, rank, sent, other, sent))

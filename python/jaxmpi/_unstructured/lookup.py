@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 _IN_CACHE = 1 << 15
-"""The most integers in a list in which numbers are found as fast in any order as in ascending order."""
+"""The largest length of a list in which a search in any order is as fast as in ascending order."""
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """The integers in ascending order, each once. NumPy's own function hashes them, which takes ten times as long."""
+    """Return the integers in ascending order, each once. NumPy's own function hashes, which takes ten times as long."""
     values = np.sort(values)
     return values[np.concatenate([np.ones(min(1, len(values)), bool), values[1:] != values[:-1]])]
 
@@ -24,23 +24,23 @@ class Lookup:
     """The position of each in the list; None if the list is in ascending order."""
 
     @staticmethod
-    def of(listed: np.ndarray) -> "Lookup":
+    def from_list(listed: np.ndarray) -> "Lookup":
         if (listed[1:] > listed[:-1]).all():
             return Lookup(listed, None)
-        order = np.argsort(listed, kind="stable")  # of a list that is made of few ascending ones it takes little time
+        order = np.argsort(listed, kind="stable")  # fast for a list that consists of a few ascending ones
         return Lookup(listed[order], order)
 
     @property
     def consecutive(self) -> bool:
-        """Whether the integers, if none is there twice, are consecutive."""
+        """Whether the integers are consecutive, if none is there twice."""
         return len(self.values) > 0 and self.values[-1] - self.values[0] == len(self.values) - 1
 
     def repeated(self) -> np.ndarray:
-        """The positions in `values` at which there is the same integer as before."""
+        """Return the positions in `values` at which the integer is the same as before."""
         return np.flatnonzero(self.values[1:] == self.values[:-1]) + 1
 
     def positions(self, wanted: np.ndarray) -> np.ndarray:
-        """The position of each in the list, where nothing is twice; -1 where it is not there."""
+        """Return the position of each in the list, or -1 if it is absent. The list must have no integer twice."""
         count = len(self.values)
         if count == 0:
             return np.full(wanted.shape, -1)

@@ -1,4 +1,4 @@
-"""Messages to a few ranks, of which the receivers do not know: outside of compiled programs, by mpi4py."""
+"""Messages to a few ranks, which do not know the senders: outside of compiled programs, by mpi4py."""
 
 import time
 
@@ -6,14 +6,14 @@ import numpy as np
 from mpi4py import MPI
 
 _PATIENCE, _NAP_SECONDS = 1000, 0.0001
-"""How often a rank looks for messages before it begins to sleep in between."""
+"""The number of polls for messages before a rank begins to sleep in between, and the length of a sleep."""
 
 
 def sparse_exchange(comm: MPI.Intracomm, messages: dict[int, np.ndarray], tag: int) -> dict[int, np.ndarray]:
-    """Sends int64 to some ranks, and returns what others have sent to this one, by their ranks in ascending order.
+    """Send int64 to some ranks. Return the messages that others have sent to this one, by rank in ascending order.
 
-    Nobody is told beforehand how many messages it gets, which would take a number from every rank to every other.
-    Instead a rank joins a nonblocking barrier once its messages have been received, and receives until all have joined
+    No rank knows beforehand how many messages it gets, because this would take a number from every rank to every other.
+    Instead a rank joins a nonblocking barrier when its messages have been received, and receives until all have joined
     (nonblocking consensus: Hoefler, Siebert, Lumsdaine, Scalable communication protocols for dynamic sparse data
     exchange, 2010). The next exchange on this communicator with this tag must not begin before all ranks have left this
     one.
@@ -40,10 +40,10 @@ def sparse_exchange(comm: MPI.Intracomm, messages: dict[int, np.ndarray], tag: i
 
 
 def by_rank(ranks: np.ndarray, values: np.ndarray) -> dict[int, np.ndarray]:
-    """The values of each rank, in their order, by the ranks in ascending order."""
+    """Return the values of each rank, in their order, by the ranks in ascending order."""
     if not len(ranks):
         return {}
-    narrow = ranks.astype(np.int16) if ranks.max() < 2**15 else ranks  # NumPy sorts such by their digits
+    narrow = ranks.astype(np.int16) if ranks.max() < 2**15 else ranks  # NumPy sorts int16 by digits
     order = np.argsort(narrow, kind="stable")
     ranks, values = ranks[order], values[order]
     starts = np.flatnonzero(np.concatenate([[True], ranks[1:] != ranks[:-1]]))

@@ -1,7 +1,7 @@
 """`jaxmpi.migrate`: rows of arrays move to new owners, which are known at run time.
 
-Rows are sorted by owner and sent as `alltoallv` sends them, with its derivatives. Each array is a call of MPI,
-so before that they are joined to few: one for each dtype that has derivatives, and one of bits for all others.
+Rows are sorted by owner and sent like `alltoallv`, with the same derivatives. Each array would be a call of MPI. So the
+arrays are joined first: one for each dtype that has derivatives, and one of bits for all others.
 """
 
 import math
@@ -25,34 +25,34 @@ from jaxmpi._primitive import counts as by_counts
 def migrate(
     tree: Any, new_owner: Any, *, rows: int | None = None, count: Any = None, comm: MPI.Comm | None = None
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Moves each row of arrays to a rank of its own, such as particles to the rank of the part of space they are in.
+    """Move each row of arrays to a rank of its own, for example particles to the rank of their part of space.
 
     Row i of all arrays goes to rank `new_owner[i]`, which is known at run time. All ranks call it, with pytrees of the
-    same structure, dtypes and shapes of rows. The ranks tell each other how many rows they send, and then send them: by
+    same structure, dtypes and shapes of rows. The ranks first exchange the numbers of rows, and then send the rows:
     one call of MPI for each floating-point or complex dtype, and one for integers, truth values and all else. The map
-    is linear, and its transpose brings the rows back. Under `jax.vmap` a batch travels in the same messages; all of it
-    has the same owners.
+    is linear, and the transpose brings the rows back. Under `jax.vmap` a batch travels in the same messages, and all of
+    it has the same owners.
 
     Args:
-      tree: array of shape `(n, ...)` of any dtype that can be communicated, or a pytree of such, all of the same `n`.
+      tree: array of shape `(n, ...)` of any dtype that can be communicated, or a pytree of arrays with the same `n`.
       new_owner: array of integers of shape `(n,)`: the rank that gets the row, or -1 for a row that nobody gets.
-      rows: for how many rows the results have room, static; `n` if it is None.
-      count: how many rows there are, if the others are padding, which is not sent, and whose owners are not read: a
-        scalar, which may be known at run time; `n` if it is None.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      rows: the number of rows that the results can hold, static. None: `n`.
+      count: how many rows there are, if the others are padding. Padding is not sent, and its owners are not read. A
+        scalar, which may be known at run time. None: `n`.
+      comm: an intra-communicator. None: a clone of COMM_WORLD.
 
     Returns:
-      Three values, `(tree, count, received)`. The arrays have shape `(rows, ...)`: first the rows from rank 0, then
-      those from rank 1 and so on, those of one rank in the order in which they were there; then zeros. `count`, a
-      scalar, says how many rows there are, and `received`, of shape `(size,)`, how many of them come from each rank;
-      both have dtype int32.
+      Three values, `(tree, count, received)`. The arrays have shape `(rows, ...)`: first the rows from rank 0, then the
+      rows from rank 1 and so on. Rows from one rank keep the order that they had there. Zeros follow. `count`, a
+      scalar, is the number of rows, and `received`, of shape `(size,)`, the number of rows from each rank. Both have
+      dtype int32.
 
     Raises:
-      ValueError, TypeError: arrays, owners or a count of the wrong shape or dtype; while tracing, before anything is
-      sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: a rank's `new_owner` names what is no rank, or its `count` is negative or
-      more than `n`, on all ranks, and it sends nothing; there are more rows than there is room for, on each rank where
-      that is so.
+      ValueError, TypeError: arrays, owners or a count of the wrong shape or dtype. While tracing, before anything is
+        sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time, on all ranks: the `new_owner` of a rank contains a number that is no
+        rank, or the `count` is negative or more than `n`. This rank sends nothing. Or at run time, on each rank that it
+        concerns: more rows arrive than the results can hold.
     """
     resolved = communicators.resolve(comm, "migrate")
     leaves, names, structure = arguments.leaves(tree, "migrate", "tree")
@@ -64,9 +64,9 @@ def migrate(
             f"migrate: new_owner must be of shape ({own},), a rank for {which}; got shape {owners.shape}. Its values "
             "for rows that are padding are not read: count= says how many are not."
         )
-    if all(0 in x.shape[1:] for x in leaves):  # a stand-in travels, so that errors of the rows are found, by all
-        found = migrate((jnp.zeros(own, bool), tree), owners, rows=rows, count=count, comm=comm)
-        (_, moved), total, received = lax.optimization_barrier(found)
+    if all(0 in x.shape[1:] for x in leaves):  # an array in their place travels, so that all ranks check the rows
+        results = migrate((jnp.zeros(own, bool), tree), owners, rows=rows, count=count, comm=comm)
+        (_, moved), total, received = lax.optimization_barrier(results)
         return moved, total, received
     room = by_counts.room(rows, own, "migrate")
     groups = _groups(leaves)
@@ -82,7 +82,7 @@ def migrate(
 
 def _integers(new_owner: Any) -> jax.Array:
     if isinstance(new_owner, np.ndarray) and new_owner.dtype.kind in "iu" and new_owner.dtype.itemsize == 8:
-        # JAX may cut them to 32 bits: what is no rank must remain none.
+        # JAX may cut them to 32 bits. A number that is no rank must remain none.
         least, most = (-2 if new_owner.dtype.kind == "i" else 0), 2**31 - 1
         new_owner = new_owner.clip(least, most).astype(np.int32)
     owners = arguments.array(new_owner, "migrate", "new_owner")
@@ -96,34 +96,34 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def _groups(leaves: Sequence[Any]) -> Groups:
-    """All ranks come to the same, since it depends on dtypes alone. Random keys travel by themselves, as `alltoallv`
-    compares them."""
-    found: dict[Any, list[int]] = {}
+    """Group the arrays, on all ranks alike, because it depends on dtypes alone. Random keys stay alone, because
+    `alltoallv` compares them."""
+    groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         kind = i if keys.is_key(x) else x.dtype if internals.inexact(x) else "bits"
-        found.setdefault(kind, []).append(i)
-    return tuple(map(tuple, found.values()))
+        groups.setdefault(kind, []).append(i)
+    return tuple(map(tuple, groups.values()))
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _sort(
     size: int, groups: Groups, leaves: list[Any], owners: jax.Array, count: jax.Array | None
 ) -> tuple[list[Any], jax.Array]:
-    """The joined arrays, their rows sorted by owner, and the number of rows for each rank, or what is told in the place
-    of these."""
+    """Return the joined arrays, with rows sorted by owner, and the number of rows for each rank. The numbers may be
+    codes for an error instead."""
     order, sent = _order(size, owners, count)
     ordered = [_take(x, order) for x in leaves]
     return [_join([ordered[i] for i in group]) for group in groups], sent
 
 
 def _take(x: Any, order: jax.Array) -> Any:
-    """The rows in this order, which depend on `x` also if there are none: other ranks have a batch of it if it is one,
-    and jnp makes of nothing new zeros."""
+    """Return the rows in this order. If there are none, the result must still depend on `x`, because other ranks have a
+    batch if `x` is one, and jnp would make new zeros."""
     return x.at[order].get(mode="promise_in_bounds", unique_indices=True) if x.size else x
 
 
 def _order(size: int, owners: jax.Array, count: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The rows in the order in which they are sent, those that are not sent behind them, and the counts."""
+    """Return the rows in the order of sending, with rows that are not sent at the end, and the counts."""
     rows = owners.shape[0]
     if owners.dtype.itemsize < 4:
         owners = owners.astype(jnp.int32)
@@ -138,20 +138,20 @@ def _order(size: int, owners: jax.Array, count: jax.Array | None) -> tuple[jax.A
 
 
 def _by_destination(size: int, destination: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The order in which destinations from 0 to `size` ascend, that of rows with the same one kept, and how many rows
-    have each destination but the last."""
+    """Sort destinations from 0 to `size`, and keep the order of rows with the same one. Return the order and the number
+    of rows for each destination but the last."""
     rows = destination.shape[0]
     index, bounds = jnp.arange(rows, dtype=jnp.uint32), np.arange(size + 1, dtype=np.uint32)
     if (size + 1) * rows > 1 << 32:
         destination, order = lax.sort((destination.astype(jnp.uint32), index), num_keys=1, is_stable=True)
-    else:  # numbers for pairs, which XLA sorts in a fifth of the time
+    else:  # one number for each pair, which XLA sorts in a fifth of the time
         destination = lax.sort(destination.astype(jnp.uint32) * np.uint32(rows) + index, is_stable=False)
         order, bounds = destination % np.uint32(max(rows, 1)), bounds * np.uint32(rows)
     return order, jnp.diff(jnp.searchsorted(destination, bounds)).astype(jnp.int32)
 
 
 def _join(arrays: Sequence[Any]) -> Any:
-    """An array whose rows are those of all, one behind the other."""
+    """Join arrays along their rows: row i of the result is row i of all, one behind the other."""
     if len(arrays) == 1:
         return arrays[0]
     word = _word([x.dtype for x in arrays])
@@ -161,35 +161,35 @@ def _join(arrays: Sequence[Any]) -> Any:
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _separate(groups: Groups, kinds: tuple[tuple[tuple[int, ...], Any], ...], joined: list[Any]) -> list[Any]:
-    """The arrays, of these shapes of rows and dtypes."""
-    found: list[Any] = [None] * len(kinds)
+    """Return the arrays, with these shapes of rows and dtypes."""
+    arrays: list[Any] = [None] * len(kinds)
     for group, rows in zip(groups, joined, strict=True):
         if len(group) == 1:
-            found[group[0]] = rows
+            arrays[group[0]] = rows
             continue
         word = _word([kinds[i][1] for i in group])
-        at = 0
+        start = 0
         for i in group:
             shape, dtype = kinds[i]
             size = math.prod(shape) * (1 if word is None else _itemsize(dtype) // word.itemsize)
-            part = lax.slice_in_dim(rows, at, at + size, axis=1)
-            at += size
-            found[i] = _of_bits(part, shape, dtype, word).reshape(rows.shape[0], *shape)
-    return found
+            part = lax.slice_in_dim(rows, start, start + size, axis=1)
+            start += size
+            arrays[i] = _of_bits(part, shape, dtype, word).reshape(rows.shape[0], *shape)
+    return arrays
 
 
 # --- arrays of different dtypes that travel as bits ------------------------------------------------------------------
 
 
 def _word(dtypes: Sequence[Any]) -> Any:
-    """The unsigned integer that all are made of; None if they are of one dtype and travel as they are."""
+    """Return the unsigned integer that divides all dtypes, or None if all dtypes are the same and need no words."""
     if all(dtype == dtypes[0] for dtype in dtypes):
         return None
     return np.dtype(f"u{min(map(_itemsize, dtypes))}")
 
 
 def _whole(dtype: Any) -> Any:
-    """The dtype of whole bytes that stands for truth values, and for integers of fewer bits."""
+    """Return the dtype of whole bytes that represents truth values, or integers of fewer bits."""
     if dtype == jnp.bool_:
         return np.dtype(np.uint8)
     if jnp.iinfo(dtype).bits < 8:
@@ -202,12 +202,12 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _bits(x: Any, word: Any) -> Any:
-    """The words that an array of integers or truth values is made of, on one axis more where it takes several."""
+    """Return the words of an array of integers or truth values, on one more axis if an element takes several."""
     return lax.bitcast_convert_type(x.astype(_whole(x.dtype)), word)
 
 
 def _of_bits(words: Any, shape: tuple[int, ...], dtype: Any, word: Any) -> Any:
-    """The array of this shape of rows that rows of words are made of."""
+    """Return the array with this shape of rows that the words represent."""
     if word is None:
         return words
     each = _itemsize(dtype) // word.itemsize

@@ -1,4 +1,4 @@
-"""Replaces other packages by modules."""
+"""Replacement of other packages by modules."""
 
 import importlib
 import importlib.machinery
@@ -15,7 +15,7 @@ _APIS = ("notoken", "token")
 
 
 def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
-    """Makes `modules` (dotted name -> its names) importable; the first one is the package `name` itself."""
+    """Make `modules` (dotted name -> names in it) importable. The first one is the package `name` itself."""
     for dotted, names in modules.items():
         module = ModuleType(dotted, f"jaxmpi in the place of {name}: see jaxmpi.compat.")
         module.__spec__ = importlib.machinery.ModuleSpec(dotted, None, origin="jaxmpi.compat", is_package=True)
@@ -34,7 +34,7 @@ def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
 
 
 def _check(name: str, api: str) -> bool:
-    """Whether the package is still to be installed. Raises RuntimeError if another module has its name."""
+    """Return whether the package must still be installed. Raise RuntimeError if another module has this name."""
     if name not in sys.modules:
         return True
     if name not in _installed:
@@ -48,18 +48,19 @@ def _check(name: str, api: str) -> bool:
 
 
 def install_as_mpi4jax(api: str = "notoken") -> None:
-    """Makes `import mpi4jax` give a module with the same functions, implemented by jaxmpi, in this whole process.
+    """Make `import mpi4jax` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
-    Positions, defaults and names of arguments are those of mpi4jax, as are the kinds of exceptions (TypeError for a
-    traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`.
+    Positions, defaults and names of arguments are the same as in mpi4jax. So are the kinds of exceptions (TypeError for
+    a traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`.
 
     Args:
       api: "notoken", the API of mpi4jax 0.8 and later: functions return the result alone, `send` and `barrier` nothing,
         and `token=` raises a RuntimeError. Or "token", the API of mpi4jax up to 0.7: functions return
-        `(result, token)`, `send` and `barrier` the token, and any `token=` is accepted; `mpi4jax.experimental` exists.
+        `(result, token)`, `send` and `barrier` the token. They accept any `token=`, and `mpi4jax.experimental` exists.
 
     Raises:
-      RuntimeError: mpi4jax has been imported already, or is installed with another `api`. ValueError: unknown `api`.
+      RuntimeError: mpi4jax has been imported already, or is installed with another `api`.
+      ValueError: unknown `api`.
     """
     if api not in _APIS:
         raise ValueError(f"install_as_mpi4jax: api must be one of {_APIS}, got {api!r}")
@@ -71,9 +72,9 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
 
 
 def install_as_jpi() -> None:
-    """Makes `import jpi` give a module with the same functions, implemented by jaxmpi, in this whole process.
+    """Make `import jpi` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
-    Switches JAX to 64-bit types (`jax_enable_x64`), as importing JPI does.
+    Switch JAX to 64-bit types (`jax_enable_x64`), as an import of JPI does.
 
     Raises:
       RuntimeError: jpi has been imported already.
@@ -89,4 +90,4 @@ INSTALLERS = {
     "mpi4jax-token": lambda: install_as_mpi4jax(api="token"),
     "jpi": install_as_jpi,
 }
-"""The functions by the names that `python -m jaxmpi.run --as` takes."""
+"""The functions, by the names that `python -m jaxmpi.run --as` takes."""

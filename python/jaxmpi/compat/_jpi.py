@@ -1,7 +1,7 @@
-"""The public names of JPI. A token is an array, which is returned as it was passed.
+"""The public names of JPI. A token is an array, and each function returns it unchanged.
 
-Two derivatives follow JPI's conventions instead of the adjoints of this package: `allgather` gives each rank its own
-part of its own cotangent, `bcast` gives root its own cotangent.
+Two derivatives follow JPI's conventions instead of the adjoints of this package. Neither communicates: the gradient of
+`allgather` is this rank's part of the local cotangent, the gradient of `bcast` on root is the local cotangent.
 """
 
 from typing import Any
@@ -20,17 +20,17 @@ Token = Array
 
 
 def gen_token() -> Token:
-    """A token: a scalar array. Order does not depend on it."""
+    """Make a token: a scalar array. Order does not depend on it."""
     return jnp.zeros((), jnp.float32)
 
 
 def allreduce(x: Any, token: Token, op: MPI.Op, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
-    """The reduction over all ranks, of the shape of `x`, and the token; the derivative is that of jaxmpi.allreduce."""
+    """Return the reduction over all ranks, of the shape of `x`, and the token. The derivative: as in jaxmpi."""
     return notoken.allreduce(x, op, comm=comm), token
 
 
 def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
-    """The arrays of all ranks, `(size, *x.shape)`, and the token. The gradient: the cotangent at this rank."""
+    """Return the arrays of all ranks, `(size, *x.shape)`, and the token. The gradient: the cotangent at this rank."""
     rank = communicators.resolve(comm, "allgather").rank
 
     @jax.custom_jvp
@@ -46,7 +46,7 @@ def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array
 
 
 def bcast(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
-    """Root's array on all ranks, and the token. The gradient is root's own cotangent; zero elsewhere."""
+    """Return root's array on all ranks, and the token. The gradient is root's own cotangent on root, zero elsewhere."""
     on_root = communicators.resolve(comm, "bcast").rank == arguments.integer(root, "bcast", "root")
 
     @jax.custom_jvp
@@ -61,9 +61,9 @@ def bcast(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tupl
 
 
 def scatter(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
-    """This rank's part of the first axis of root's array, and the token.
+    """Return this rank's part of the first axis of root's array, and the token.
 
-    `x` has the whole shape `(size * n, ...)` on all ranks; the result has shape `(n, ...)`, or `(...)` where n is 1.
+    `x` has the whole shape `(size * n, ...)` on all ranks. The result has shape `(n, ...)`, or `(...)` where n is 1.
     """
     x = arguments.array(x, "scatter", "x")
     resolved = communicators.resolve(comm, "scatter")
@@ -79,30 +79,30 @@ def scatter(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tu
 
 
 def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
-    """The arrays of all ranks, `(size, *x.shape)`, on root, elsewhere zeros of that shape; and the token."""
+    """Return the arrays of all ranks, `(size, *x.shape)`, on root and zeros of that shape elsewhere, and the token."""
     x = arguments.array(x, "gather", "x")
     resolved = communicators.resolve(comm, "gather")
     y = notoken.gather(x, root, comm=comm)
-    if resolved.rank != root:  # zeros that depend on y: JAX 0.6 drops an operation whose result is not used
+    if resolved.rank != root:  # zeros that depend on y, because JAX 0.6 drops an operation whose result is not used
         y = linked_zeros([y], jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
     return y, token
 
 
 def barrier(token: Token, comm: MPI.Comm | None = None) -> Token:
-    """Waits for all ranks; returns the token."""
+    """Wait for all ranks, and return the token."""
     notoken.barrier(comm=comm)
     return token
 
 
 def send(x: Any, token: Token, dest: int, tag: int = 0, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
-    """Sends a message; returns `x` and the token."""
+    """Send a message, and return `x` and the token."""
     x = arguments.array(x, "send", "x")
     notoken.send(x, dest, tag=tag, comm=comm)
     return x, token
 
 
 def recv(x: Any, token: Token, source: int, tag: int = 0, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
-    """Receives a message of the shape and dtype of `x`, whose values are not read; and the token."""
+    """Receive a message of the shape and dtype of `x`, whose values are not read. Return it and the token."""
     return notoken.recv(x, source, tag=tag, comm=comm), token
 
 
@@ -110,7 +110,7 @@ _FUNCTIONS = (allgather, allreduce, barrier, bcast, gather, recv, scatter, send)
 
 
 def modules() -> dict[str, dict[str, Any]]:
-    jax.config.update("jax_enable_x64", True)  # as importing JPI does
+    jax.config.update("jax_enable_x64", True)  # as an import of JPI does
     functions = {function.__name__: function for function in _FUNCTIONS}
     return {
         "jpi": {**functions, "gen_token": gen_token},

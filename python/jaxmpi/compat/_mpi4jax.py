@@ -1,4 +1,4 @@
-"""The public names of mpi4jax, in its two APIs."""
+"""The public names of mpi4jax, in both of its APIs."""
 
 import functools
 from collections.abc import Callable
@@ -27,15 +27,15 @@ _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
 
 def _unpacking(function: Callable[..., Any], api: str) -> Callable[..., Any]:
-    """`function` for arguments that may be wrapped. With API "notoken" it refuses the argument `token`."""
+    """Wrap `function` for arguments that may be wrapped. With API "notoken" it refuses the argument `token`."""
     name = function.__name__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if api == "notoken" and "token" in kwargs:
             raise RuntimeError(
-                f"{name}: from mpi4jax 0.8 on there are no tokens; order is kept without. Drop the argument and take "
-                f"the result alone: 'y = mpi4jax.{name}(...)' instead of 'y, token = mpi4jax.{name}(..., "
+                f"{name}: from mpi4jax 0.8 on there are no tokens, and order is kept without them. Drop the argument "
+                f"and take the result alone: 'y = mpi4jax.{name}(...)' instead of 'y, token = mpi4jax.{name}(..., "
                 "token=token)'. For a program that uses tokens: --as mpi4jax-token, or "
                 "jaxmpi.compat.install_as_mpi4jax(api='token')."
             )
@@ -46,16 +46,16 @@ def _unpacking(function: Callable[..., Any], api: str) -> Callable[..., Any]:
 
 
 def _auto_tokenize(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` itself: order needs no tokens."""
+    """Return `function` itself, because order needs no tokens."""
     return function
 
 
 def _instead(name: str) -> str:
-    """What there is instead of names that some release has."""
+    """Return what a program uses instead of a name that some release has."""
     if name in ("experimental", "notoken"):
-        return "mpi4jax has had it up to 0.7: --as mpi4jax-token, or jaxmpi.compat.install_as_mpi4jax(api='token')."
+        return "mpi4jax had it up to 0.7: --as mpi4jax-token, or jaxmpi.compat.install_as_mpi4jax(api='token')."
     if name.lower() in _FUNCTIONS:
-        return f"Its functions have had names in lower case since 0.3: {name.lower()}."
+        return f"Since 0.3 the functions have names in lower case: {name.lower()}."
     return f"It has {', '.join([*_FUNCTIONS, *_SUPPORT])}."
 
 

@@ -1,6 +1,6 @@
-"""What public programs import from mpi4jax's private modules, `mpi4jax._src`, where jaxmpi has something of the kind.
+"""Names in mpi4jax's private modules, `mpi4jax._src`, that public programs import and that jaxmpi can offer.
 
-The rest belongs to how mpi4jax is made. Asking for it is an error that says what there is instead.
+The other names belong to the implementation of mpi4jax. A program that asks for one gets an error with an alternative.
 """
 
 import dis
@@ -23,7 +23,7 @@ Names = dict[str, Any]
 
 
 class HashableMPIType:
-    """An object of mpi4py as a static argument of a compiled function: compared and hashed as by `jaxmpi.static`."""
+    """An object of mpi4py as a static argument of a compiled function, compared and hashed as by `jaxmpi.static`."""
 
     def __init__(self, wrapped: Any):
         self.wrapped = wrapped
@@ -48,12 +48,12 @@ def unpack_hashable(x: Any) -> Any:
 
 
 def flush(platform: str | None = None) -> None:
-    """Waits for the communication of compiled functions."""
+    """Wait for the communication of compiled functions."""
     jax.effects_barrier()
 
 
 def versiontuple(text: str) -> tuple[int, ...]:
-    """The first three numbers of a version."""
+    """Return the first three numbers of a version."""
     numbers = re.match(r"[\d.]*", text)
     assert numbers is not None
     return tuple(int(number) for number in numbers[0].split(".") if number)[:3]
@@ -76,9 +76,9 @@ class _Log:
 _INSTEAD = {
     "": "All public functions are in mpi4jax itself.",
     "collective_ops": "Call the function: it has batching and derivatives of all orders. A primitive of your own keeps "
-    "its place among the calls if it carries the effect mpi4jax._src.utils.ordered_effect.",
+    "the order among the calls if it carries the effect mpi4jax._src.utils.ordered_effect.",
     "comm": "Without comm= the functions use get_default_comm().",
-    "decorators": "The memory of devices is detected; `python -m jaxmpi.info` shows it, and MPI4JAX_USE_CUDA_MPI or "
+    "decorators": "jaxmpi detects the memory of devices; `python -m jaxmpi.info` shows it, and MPI4JAX_USE_CUDA_MPI or "
     "JAXMPI_DEVICE_MPI switches it.",
     "flush": "Nothing has to be flushed at the end.",
     "jax_compat": "Names of JAX are in jax itself.",
@@ -86,18 +86,18 @@ _INSTEAD = {
     "validation": "The functions check their arguments.",
     "xla_bridge": "The calls of MPI are in jaxmpi's core, which `python -m jaxmpi.info` describes.",
 }
-"""What there is instead of other names of these modules."""
+"""The alternative to other names of these modules."""
 
 
 def absent(module: str, instead: Callable[[str], str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`, which says what there is instead of a name that it does not have."""
+    """Return a module's `__getattr__`, which reports the alternative to a name that the module does not have."""
 
     def __getattr__(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module} has no {name!r}: jaxmpi is in its place here. {instead(name)}"
+        text = f"{module} has no {name!r}, because jaxmpi is in the place of mpi4jax here. {instead(name)}"
         caller = sys._getframe(1)
-        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":  # it replaces an AttributeError's text
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":  # it would replace an AttributeError
             raise ImportError(text, name=module)
         raise AttributeError(text, name=name, obj=sys.modules.get(module))
 
@@ -113,7 +113,7 @@ def _needs(present: bool, platform: str) -> Callable[[], None]:
 
 
 def modules(functions: Names, support: Names) -> dict[str, Names]:
-    """`mpi4jax._src` and what is in it, of any release."""
+    """Return `mpi4jax._src` and the modules in it, of any release."""
     cuda, sycl = support["has_cuda_support"](), support["has_sycl_support"]()
     log = _Log()
     logging = {"set_logging": log.set_logging, "get_logging": log.get_logging}
@@ -124,7 +124,7 @@ def modules(functions: Names, support: Names) -> dict[str, Names]:
     bridges = {"": {**logging, "HAS_GPU_EXT": cuda, "HAS_CUDA_EXT": cuda, "HAS_XPU_EXT": sycl}}
     bridges |= {".mpi_xla_bridge": logging, ".mpi_xla_bridge_cpu": logging}
     bridges |= {".mpi_xla_bridge_cuda": {}, ".mpi_xla_bridge_gpu": {}} if cuda else {}
-    found: dict[str, Names] = {
+    names_of_module: dict[str, Names] = {
         "": {**functions, **support},
         "collective_ops": {},
         **{f"collective_ops.{name}": {name: function} for name, function in functions.items()},
@@ -136,8 +136,8 @@ def modules(functions: Names, support: Names) -> dict[str, Names]:
         "validation": {},
         **{f"xla_bridge{name}": names for name, names in bridges.items()},
     }
-    named = {f"mpi4jax._src.{name}".rstrip("."): names for name, names in found.items()}
-    instead = [_INSTEAD[name.partition(".")[0]] for name in found]
+    named = {f"mpi4jax._src.{name}".rstrip("."): names for name, names in names_of_module.items()}
+    instead = [_INSTEAD[name.partition(".")[0]] for name in names_of_module]
     return {
         module: {**names, "__getattr__": absent(module, lambda _, text=text: text)}  # type: ignore[misc]
         for (module, names), text in zip(named.items(), instead, strict=True)
