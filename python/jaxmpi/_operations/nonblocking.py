@@ -13,7 +13,7 @@ from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differin
 from jaxmpi._operations.messages import Message, back_of_recv, back_of_send, refuse_recv, refuse_send
 from jaxmpi._operations.reductions import allreduce_p, refuse_reduction
 from jaxmpi._operations.replication import replicate_p
-from jaxmpi._operations.requests import Awaited, Request, Start, Started, hold_p
+from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
 from jaxmpi._primitive import arguments, envelope, keys
 from jaxmpi._primitive.lowering import Part
 from jaxmpi._primitive.params import (
@@ -44,7 +44,7 @@ class Iallreduce(Start[Reducing]):
     """As `allreduce`; the weights of the tangents are communicated where the operation starts, so that what the wait of
     a tangent gives is held. So is the cotangent of the operand."""
 
-    held = True
+    result_is_stored = True
 
     def refuse(self, params: Reducing) -> str:
         return refuse_reduction(params.op)
@@ -55,10 +55,10 @@ class Iallreduce(Start[Reducing]):
         blocking = dataclasses.replace(params, batch=(), derivative=VALUE)
         (value,) = allreduce_p.apply(blocking, primals[0])
         tangent = allreduce_p.tangent_of_one(primals[0], tangents[0], value, blocking)
-        return [hold_p.begin(Common(params.comm, derivative=TANGENT), params.batch, tangent)]
+        return [store_p.begin(Common(params.comm, derivative=TANGENT), params.batch, tangent)]
 
     def back(self, params: Reducing, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
-        return hold_p, Common(params.comm), []
+        return store_p, Common(params.comm), []
 
     def cotangent(self, cotangent: Any, params: Reducing, batch_of: Common) -> Any:
         if params.op.name != "SUM":  # which is held: see `tangent`

@@ -46,13 +46,13 @@ class Starting(Operation[P]):
             raise Refusal(f"{self.shown}: a batch of nothing cannot be started, since no request would be left.")
         return dataclasses.replace(params, batch=(axis.size, *params.batch))
 
-    held = False
+    result_is_stored = False
     """The adjoint communicates nothing where it starts."""
 
     def transpose_all(self, cotangents: Arrays, operands: Arrays, params: P) -> list[Any]:
         """Raises where it is seen while tracing that nothing waits for the request. A rank might wait for another one
         before it comes to the wait of the transpose, which sees the rest."""
-        if type(cotangents[0]) is internals.ad.Zero and not self.held:
+        if type(cotangents[0]) is internals.ad.Zero and not self.result_is_stored:
             raise ValueError(
                 f"{self.shown}: it is started in a function that is differentiated, and not waited for there: "
                 "gradients would be wrong. Wait for each request inside of that function."
@@ -108,7 +108,7 @@ class Start(Starting[P]):
     def wait_for_adjoint(self, params: P, template: Any, request: Any, ends: Arrays) -> Any:
         adjoint, back, ends = self.back(params, ends)
         what = adjoint.started(back, template)
-        waiting = Waiting(params.comm, (what,), needed=adjoint is not hold_p, derivative=COTANGENT)
+        waiting = Waiting(params.comm, (what,), needed=adjoint is not store_p, derivative=COTANGENT)
         made = wait_p.apply(waiting, request, *ends)
         return made[0] if made else None
 
@@ -144,16 +144,16 @@ class Started:
         return adjoint.begin(back, batch, cotangent, ends)
 
 
-class Hold(Start[Common]):
+class Store(Start[Common]):
     """A value of this rank, which is handed over by the wait. Its own adjoint."""
 
-    held = True
+    result_is_stored = True
 
     def back(self, params: Common, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
-        return hold_p, Common(params.comm), []
+        return store_p, Common(params.comm), []
 
 
-hold_p = Hold("hold")
+store_p = Store("hold")
 
 
 class After(Operation[Common]):
