@@ -156,7 +156,7 @@ class Store(Start[Common]):
 store_p = Store("hold")
 
 
-class After(Operation[Common]):
+class Fence(Operation[Common]):
     """Lets what comes after this in the order of communication begin once the operands have been computed."""
 
     def results(self, avals: Arrays, params: Common) -> list[Any]:
@@ -166,7 +166,7 @@ class After(Operation[Common]):
         return []
 
 
-after_p = After("after")
+fence_p = Fence("after")
 
 
 def request_of_nothing(params: Any, results: int) -> int:
@@ -375,7 +375,7 @@ def _wait_for(requests: Arrays, after: Any, unflatten: Callable[[list[Any]], Any
 def _compute_first(comm: Communicator, values: Any) -> None:
     """Lets what comes after this in the order of communication begin once the values have been computed."""
     if arrays := [keys.words(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]:
-        after_p.apply(common(comm), *arrays)
+        fence_p.apply(common(comm), *arrays)
 
 
 def _check(request: Any, operation: str) -> None:
