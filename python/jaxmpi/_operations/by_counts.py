@@ -26,7 +26,7 @@ from jaxmpi._operations.reductions import (
 )
 from jaxmpi._primitive import arguments, pytrees
 from jaxmpi._primitive import counts as by_counts
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Divided, Rooted, kept
 
@@ -295,8 +295,8 @@ class Gatherv(ByCounts):
     def results(self, avals: Arrays, params: Divided) -> list[Any]:
         return super().results(avals, params) if params.on_root else [avals[0]]
 
-    def part(self, params: Divided) -> Part:
-        return Part(results=params.on_root)
+    def passes(self, params: Divided) -> Passed:
+        return Passed(results=params.on_root)
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         part = super().transpose_one(cotangent, template, counts, back)
@@ -340,8 +340,8 @@ def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MP
 class Scatterv(ByCounts):
     """Other ranks than root have templates, which are not read. The adjoint is `gatherv`."""
 
-    def part(self, params: Divided) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Divided) -> Passed:
+        return Passed(operands=params.on_root)
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         gathered = super().transpose_one(cotangent, template, counts, back)

@@ -11,7 +11,7 @@ from jaxmpi._mpi import communicators
 from jaxmpi._mpi.texts import Text
 from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_linked_to
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation, check_p
 from jaxmpi._primitive.params import COTANGENT, Common, Comparing, Reducing, ReducingTo, Rooted, kept
 
@@ -123,8 +123,8 @@ class Bcast(Collective[Rooted]):
 
     works_in_place = True
 
-    def part(self, params: Rooted) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(operands=params.on_root)
 
     def may_alias(self, params: Rooted) -> bool:
         return params.on_root
@@ -169,8 +169,8 @@ class Gather(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return stacked(aval, params)
 
-    def part(self, params: Rooted) -> Part:
-        return Part(results=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(results=params.on_root)
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return 0, int(params.on_root)
@@ -212,8 +212,8 @@ class Scatter(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return aval if params.on_root else stacked(aval, params)
 
-    def part(self, params: Rooted) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(operands=params.on_root)
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return int(params.on_root), 0

@@ -15,7 +15,7 @@ from jaxmpi._operations.reductions import allreduce_p, refuse_reduction
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
 from jaxmpi._primitive import arguments, envelope, keys
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.params import (
     COTANGENT,
     TANGENT,
@@ -149,8 +149,8 @@ def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
 class Ibcast(Start[Rooted]):
     """The adjoint is `ireduce` of a sum."""
 
-    def part(self, params: Rooted) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(operands=params.on_root)
 
     def back(self, params: Rooted, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
         return ireduce_p, ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), []

@@ -15,7 +15,7 @@ from jaxmpi._operations.collectives import allgather_p, bcast_p, check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Collective, differing_cotangents, sums, typed
 from jaxmpi._operations.messages import sendrecv_p
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.params import (
     COTANGENT,
     TANGENT,
@@ -111,8 +111,8 @@ class Reduce(Reduction[ReducingTo]):
 
     works_in_place = True
 
-    def part(self, params: ReducingTo) -> Part:
-        return Part(results=params.on_root)
+    def passes(self, params: ReducingTo) -> Passed:
+        return Passed(results=params.on_root)
 
     def may_alias(self, params: ReducingTo) -> bool:
         return params.on_root

@@ -25,7 +25,7 @@ P = TypeVar("P", bound=Common)
 
 
 @dataclass(frozen=True)
-class Part:
+class Passed:
     """The buffers that one rank passes to the core, by its part in the operation. Host buffers are always passed."""
 
     operands: bool = True
@@ -34,7 +34,7 @@ class Part:
     """The results that MPI writes are passed; otherwise each of them is the operand of the same number."""
 
 
-_WHOLE = Part()
+_ALL = Passed()
 _NAMES_OF_DERIVATIVES = {None: "value", TANGENT: "tangent", COTANGENT: "cotangent", VALUE: "further"}
 _DERIVATIVES = {its: CONSTANTS["DERIVATIVES"].index(name) for its, name in _NAMES_OF_DERIVATIVES.items()}
 
@@ -66,8 +66,8 @@ class Lowered(primitives.Primitive, Generic[P]):
         """How many operands are templates, after those that the core has."""
         return 0
 
-    def part(self, params: P) -> Part:
-        return _WHOLE
+    def passes(self, params: P) -> Passed:
+        return _ALL
 
     def may_alias(self, params: P) -> bool:
         """Whether the result takes the place of the operand, on this rank, where `params.in_place` is set."""
@@ -100,10 +100,10 @@ class Lowered(primitives.Primitive, Generic[P]):
 
     def _passed(self, params: P, operands: int, results: int) -> tuple[list[str], list[str], list[int], list[int]]:
         """The roles of operands and of results, and the indices of those that are passed to the core."""
-        part, roles = self.part(params), self.roles(operands, params)
-        passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and part.operands)]
+        buffers, roles = self.passes(params), self.roles(operands, params)
+        passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and buffers.operands)]
         written = OPERATIONS[self.core_name].roles(True, results)
-        filled = [i for i, role in enumerate(written) if role == "host" or part.results]
+        filled = [i for i, role in enumerate(written) if role == "host" or buffers.results]
         return roles, written, passed, filled
 
     def attributes(self, operands: Sequence[Any], params: P) -> dict[str, np.int64]:
