@@ -35,9 +35,9 @@ def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, ends: Arr
     operation.compare_keys(params, leaves)
     words = list(map(keys.words, leaves))
     begun = [operation.begin(params, (), x, ends) for x in words]
-    parts = tuple(operation.started(params, x) for x in words)
+    pending = tuple(operation.started(params, x) for x in words)
     of_result = (structure, keys.types(leaves)) if operation.has_result else ()
-    return Request([*begun, *ends], Awaited(params.comm, parts, *of_result))
+    return Request([*begun, *ends], Awaited(params.comm, pending, *of_result))
 
 
 class Iallreduce(Start[Reducing]):

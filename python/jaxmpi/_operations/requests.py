@@ -258,19 +258,19 @@ class Awaited:
     def __init__(
         self,
         comm: Communicator,
-        parts: tuple[Started, ...],
+        pending: tuple[Started, ...],
         structure: Any = None,
         types: tuple[Any, ...] = (),
         fields: Any = None,
     ) -> None:
-        self.comm, self.parts, self.fields = comm, parts, fields
+        self.comm, self.pending, self.fields = comm, pending, fields
         self.structure = structure  # of the result; None: there is none
         self._types = types  # of the result's leaves, by which words become keys again
-        self._key = (comm, parts, structure, types, fields)
+        self._key = (comm, pending, structure, types, fields)
 
     @property
     def name(self) -> str:
-        return self.parts[0].operation.core_name if self.parts else "nothing"
+        return self.pending[0].operation.core_name if self.pending else "nothing"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._key == other._key
@@ -280,12 +280,12 @@ class Awaited:
 
     def __repr__(self) -> str:
         """The name in JAX's errors about pytrees that differ, as of the branches of a cond."""
-        given = [fact for part in self.parts[:1] for fact in part.params.facts()]
+        given = [fact for part in self.pending[:1] for fact in part.params.facts()]
         return f"jaxmpi request: {', '.join([self.name, *given])}"
 
     def requests(self, arrays: Arrays) -> Arrays:
         """The arrays that are the numbers of requests."""
-        return arrays[: len(self.parts)]
+        return arrays[: len(self.pending)]
 
     def finish(self, arrays: Arrays) -> list[Any] | None:
         """Waits for what no other request is waited for with. None: `wait_p` waits for it."""
@@ -406,9 +406,9 @@ def _wait_for_all(requests: Sequence[Request]) -> list[Any]:
     groups: dict[Any, list[tuple[int, Started, Any, Arrays]]] = {}
     for i, request in enumerate(requests):
         of = request._of
-        begun, ends = request._arrays[: len(of.parts)], request._arrays[len(of.parts) :]
-        if of.parts:
-            groups.setdefault(of.comm, []).extend((i, *one, ends) for one in zip(of.parts, begun, strict=True))
+        begun, ends = request._arrays[: len(of.pending)], request._arrays[len(of.pending) :]
+        if of.pending:
+            groups.setdefault(of.comm, []).extend((i, *one, ends) for one in zip(of.pending, begun, strict=True))
     values: list[list[Any]] = [[] for _ in requests]
     for comm, group in groups.items():
         for first in range(0, len(group), _MOST):
