@@ -269,7 +269,7 @@ class Replica(Local):
             self._together(restores=True)
             comm = clone_of(grid.comm)
             has = [_Has(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
-            told = agreement.told(comm, _Told(self._last, has, communicators.has_stepped_in()))
+            told = agreement.gather_objects(comm, _Told(self._last, has, communicators.has_stepped_in()))
             self._last = max(its.last for its in told)
             found = _newest(told)
             if found is None:
@@ -407,7 +407,7 @@ class Replica(Local):
             assert saved is not None
             return saved
         described = [("the fields", repr(self._fields)), ("the structure", str(self._structure))]
-        agreement.alike(comm, "Replica.restore", lambda: (None, described), _differs)
+        agreement.check_equal(comm, "Replica.restore", lambda: (None, described), _differs)
         first, its = next((rank, its) for rank, its in enumerate(having) if its is not None)
         same = saved.same if saved is not None else None
         same = pickle.loads(agreement.on_root(comm, "Replica.restore", lambda: pickle.dumps(same), first))
@@ -461,7 +461,7 @@ class Replica(Local):
 def _wait(requests: Sequence[MPI.Request]) -> None:
     """Waits for all of them, and raises the first error. One by one: of several MPI tells the class of an error in
     their statuses alone. One that has failed is null: a further wait for it returns as if it had been done."""
-    errors = [agreement.attempt(request.Wait)[1] for request in requests]
+    errors = [agreement.capture(request.Wait)[1] for request in requests]
     for error in errors:
         if error is not None:
             raise error
@@ -493,11 +493,11 @@ def _meeting(its: _Field, old: Layout, source: int, new: Layout, target: int) ->
 def _collect(saved: _Saved) -> None:
     """Takes what has come of a save, after a death."""
     for other, (room, requests) in saved.under_way.items():
-        done = [agreement.attempt(request.Wait)[1] is None for request in requests]
+        done = [agreement.capture(request.Wait)[1] is None for request in requests]
         if all(done):
             saved.blocks[other] = room
     for request in saved.sends:
-        agreement.attempt(request.Wait)
+        agreement.capture(request.Wait)
     saved.under_way, saved.sends = {}, []
 
 

@@ -349,9 +349,9 @@ def test_a_collective_that_drops_an_error(tmp_path):
         while not failures.dead(comm): MPI.COMM_SELF.Iprobe()
         for its in (Dropping(comm), Unreadable(comm)):
             for call in (
-                lambda: agreement.told(its, 1),
+                lambda: agreement.gather_objects(its, 1),
                 lambda: agreement.of_rank(its, 1),
-                lambda: agreement.alike(its, "this", lambda: (1, []), None),
+                lambda: agreement.check_equal(its, "this", lambda: (1, []), None),
                 lambda: agreement.on_root(its, "this", lambda: 1),
                 lambda: agreement.sums(its, "this", None, 1),
             ):
@@ -381,7 +381,7 @@ def test_what_ranks_tell_each_other(tmp_path):
             clone = clones.clone_of(comm)
             try:
                 for i in range(1000000):
-                    got = agreement.told(clone, (i, comm.rank))
+                    got = agreement.gather_objects(clone, (i, comm.rank))
                     if got != [(i, r) for r in range(comm.size)]: told("WRONG", i, got)
             except Exception as error:
                 if jaxmpi.process_failure(error) is None: told("WRONG", repr(error))

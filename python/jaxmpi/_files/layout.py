@@ -88,7 +88,7 @@ def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracom
     """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all, and
     within it what tells of a death is a ProcessFailed."""
     internals.check_outside(operation)
-    its, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
+    its, failure = agreement.capture(lambda: communicator(divisions, comm, operation))
     known = communicators.resolve(its, operation)
     its = communicators.default_mpi() if its is None else its
     with survival.failing(its, f"io.{operation}"):
@@ -96,7 +96,7 @@ def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracom
             clone = clone_of(its)
             listed = divided(divisions) if failure is None else []
             if failure is None:
-                _, failure = agreement.attempt(lambda: _check_ranks(listed, comm, clone, operation))
+                _, failure = agreement.capture(lambda: _check_ranks(listed, comm, clone, operation))
             rows.learn(clone, operation, [its for its in listed if isinstance(its, IndexMap)], failure)
         yield clone
 

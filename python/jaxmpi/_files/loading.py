@@ -136,7 +136,7 @@ def load(
     with layout.together(grid, comm, operation) as clone:
         for _ in range(_TRIES):
             where, data = agreement.of_rank(
-                clone, agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
+                clone, agreement.run_on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
             )
 
             def work(where: Path = where, data: bytes = data) -> tuple[Any, agreement.Facts]:
@@ -144,7 +144,7 @@ def load(
                 wanted, build = _wanted(state, grid, width, axes, like)
                 return (state, wanted, build), [(its.record.name, its.text()) for its in wanted]
 
-            state, wanted, build = agreement.alike(clone, operation, work, _differs)
+            state, wanted, build = agreement.check_equal(clone, operation, work, _differs)
 
             def check(failure: Exception | None, data: bytes = data) -> None:
                 _check_read(clone, failure, path, data, operation)
@@ -326,7 +326,7 @@ def _values(
     failure: Exception | None = None
     found: list[Any] = []
     for its, reader in zip(wanted, readers, strict=True):
-        values, error = (None, None) if failure else agreement.attempt(partial(_read, state, its, reader, operation))
+        values, error = (None, None) if failure else agreement.capture(partial(_read, state, its, reader, operation))
         failure = failure or error
         found.append(values)
     check(failure)
@@ -354,7 +354,7 @@ def _readers(
         if key not in made:
             run = rows.run_of(stored.shape[0], comm.size, stored.chunks[0])
             points = rows.interval(run, stored.shape[0], comm.rank)
-            indices, failure = agreement.attempt(partial(_indices, state, index, points, operation))
+            indices, failure = agreement.capture(partial(_indices, state, index, points, operation))
             check(failure)
             assert indices is not None
             try:

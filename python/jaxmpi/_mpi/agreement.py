@@ -18,7 +18,7 @@ _KINDS = (TypeError, ValueError, ImportError, OSError)
 """The types of errors that other ranks raise as well, of OSError also Python's own more special ones."""
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def capture(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """What `work` returns, or what it raises."""
     try:
         return work(), None
@@ -40,7 +40,7 @@ def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *number
     return [int(number) for number in sums[1:]]
 
 
-def told(comm: MPI.Intracomm, value: T) -> list[T]:
+def gather_objects(comm: MPI.Intracomm, value: T) -> list[T]:
     """What each rank tells, any object, on all of them.
 
     Raises MPI.Exception if a rank has died. Not by mpi4py's allgather: MPI_Allgatherv of Open MPI drops the error of
@@ -51,16 +51,16 @@ def told(comm: MPI.Intracomm, value: T) -> list[T]:
     return cast(list[T], found)
 
 
-def on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
+def run_on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
     """What `work` returns on this rank. An error of one rank is raised on all, as by `sums`."""
-    found, failure = attempt(work)
+    found, failure = capture(work)
     sums(comm, operation, failure)
     return cast(T, found)
 
 
 def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: int = 0) -> T:
     """What `work` returns on the root, which alone calls it, on all ranks: one broadcast. All raise its error."""
-    found, failure = attempt(work) if comm.rank == root else (None, None)
+    found, failure = capture(work) if comm.rank == root else (None, None)
     failed, found = of_rank(comm, (failure is not None, found), root)
     if failed:
         _fail(comm, operation, failure)
@@ -78,7 +78,7 @@ def on_root_with_all(
     if listed is not None:
         failed = any(its for its, _ in listed)
         if not failed:
-            _, failure = attempt(lambda: work([its for _, its in listed]))
+            _, failure = capture(lambda: work([its for _, its in listed]))
     if of_rank(comm, failed or failure is not None):
         _fail(comm, operation, failure)
 
@@ -89,7 +89,7 @@ def of_rank(comm: MPI.Intracomm, value: T, root: int = 0) -> T:
         return cast(T, comm.bcast(value, root))
 
 
-def alike(
+def check_equal(
     comm: MPI.Intracomm,
     operation: str,
     work: Callable[[], tuple[T, Facts]],
@@ -101,7 +101,7 @@ def alike(
     `differs(what, mine, of rank 0)`. It is one small reduction where all is well: the facts themselves travel where
     their digests differ.
     """
-    found, failure = attempt(work)
+    found, failure = capture(work)
     facts = found[1] if found else []
     digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
     bits = np.array([failure is not None, digest, digest ^ _BITS], np.uint64)
@@ -128,7 +128,7 @@ def _fail(comm: MPI.Intracomm, operation: str, failure: Exception | None) -> NoR
     kind: Any = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
     if kind is OSError and type(failure).__module__ == "builtins":  # such as BlockingIOError
         kind = type(failure)
-    all_failures = told(comm, None if failure is None else (kind, str(failure)))
+    all_failures = gather_objects(comm, None if failure is None else (kind, str(failure)))
     if failure is not None:
         raise failure
     rank, (kind, text) = next((rank, its) for rank, its in enumerate(all_failures) if its is not None)

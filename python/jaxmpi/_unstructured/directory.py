@@ -141,7 +141,7 @@ def _check(comm: MPI.Intracomm, names: Names, faults: Faults, digest: int = 0) -
     count, signature = agreement.sums(comm, names.operation, None, sum(map(len, faults.values())), digest)
     if count == 0:
         return signature
-    told = agreement.told(comm, {name: (len(rows), rows[:_NAMED].tolist()) for name, rows in faults.items()})
+    told = agreement.gather_objects(comm, {name: (len(rows), rows[:_NAMED].tolist()) for name, rows in faults.items()})
     for name in faults:
         number = sum(its[name][0] for its in told)
         if number:

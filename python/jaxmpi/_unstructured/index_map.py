@@ -64,7 +64,7 @@ class IndexMap(communicators.Local):
     def _make(self, owned: Any, ghosts: Any, owners: Any, comm: MPI.Comm | None, names: given.Names) -> None:
         with _together(comm, names.operation) as (clone, known):
             self._comm, rank, size = known, known.rank, known.size
-            found, failure = agreement.attempt(lambda: given.rows(owned, ghosts, owners, names, rank, size))
+            found, failure = agreement.capture(lambda: given.rows(owned, ghosts, owners, names, rank, size))
             count = 0 if found is None else len(found.owned)
             total, with_owners = agreement.sums(clone, names.operation, failure, count, owners is not None)
             if with_owners not in (0, size):
@@ -107,7 +107,7 @@ class IndexMap(communicators.Local):
         """
         operation = "IndexMap.from_csr"
         with _together(comm, operation) as (clone, _):
-            found, failure = agreement.attempt(lambda: graphs.csr(indptr, indices, rows, operation))
+            found, failure = agreement.capture(lambda: graphs.csr(indptr, indices, rows, operation))
             (some_without,) = agreement.sums(clone, operation, failure, rows is None)
             if some_without not in (0, clone.size):
                 raise ValueError(
@@ -153,7 +153,7 @@ class IndexMap(communicators.Local):
         operation = "IndexMap.from_edges"
         with _together(comm, operation) as (clone, known):
             rank, size = known.rank, known.size
-            found, failure = agreement.attempt(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
+            found, failure = agreement.capture(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
             told = 0 if found is None else directory.digest_of(found[-1])
             (total,) = agreement.sums(clone, operation, failure, told)
         assert found is not None
