@@ -67,15 +67,15 @@ def problems() -> Iterator[str]:
     import jax
     from mpi4py import MPI
 
-    from jaxmpi._mpi import apart, library
+    from jaxmpi._mpi import launch_check, library
 
     if said := versions.unmet():
         yield said
     abi, path = library.LIBRARY.abi, library.LIBRARY.path
     mpiexec = run.find_mpiexec()
-    said = apart.text(MPI.COMM_WORLD.size, abi, path, os.environ)
+    said = launch_check.text(MPI.COMM_WORLD.size, abi, path, os.environ)
     if not said and mpiexec is not None and MPI.COMM_WORLD.size == 1:
-        said = apart.of_another(mpiexec, run.flavour(mpiexec), abi, path)
+        said = launch_check.of_another(mpiexec, run.flavour(mpiexec), abi, path)
     if said:
         yield said
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
