@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxmpi import _start, run
 from jaxmpi._launcher import before_jax, versions
-from jaxmpi._mpi import absent
+from jaxmpi._mpi import import_errors
 
 
 def facts() -> Iterator[tuple[str, str]]:
@@ -84,9 +84,9 @@ def problems() -> Iterator[str]:
             "runs. Leave mpi4py.rc.thread_level at 'multiple'."
         )
     if mpiexec is None:
-        yield f"no mpiexec found in this environment or on PATH: {absent.how_to_install(absent.packages())}."
-    elif len(packages := absent.packages()) > 1:
-        yield f"{absent.how_to_install(packages)}."
+        yield f"no mpiexec found in this environment or on PATH: {import_errors.how_to_install(import_errors.packages())}."
+    elif len(packages := import_errors.packages()) > 1:
+        yield f"{import_errors.how_to_install(packages)}."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     threads = int(os.environ.get("PJRT_NPROC") or len(run.usable_cpus()))
     if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):

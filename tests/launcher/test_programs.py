@@ -18,7 +18,7 @@ import pytest
 
 from jaxmpi import run
 from jaxmpi._launcher import versions
-from jaxmpi._mpi import absent, launch_check
+from jaxmpi._mpi import import_errors, launch_check
 from programs import launched
 from support import jobs
 from support.launch import launch, outside_of_a_job
@@ -553,7 +553,7 @@ def test_no_mpi_library(where):
     ],
 )
 def test_advice_without_a_library(environment, libraries, packages, advice):
-    said = absent.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
+    said = import_errors.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
     assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
     assert advice in said
 

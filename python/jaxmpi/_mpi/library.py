@@ -19,9 +19,9 @@ try:
 
     from jaxmpi._mpi import devices
 except (ImportError, RuntimeError) as error:
-    from jaxmpi._mpi import absent
+    from jaxmpi._mpi import import_errors
 
-    raise ImportError(absent.text(error, os.environ, absent.installed(), absent.packages())) from error
+    raise ImportError(import_errors.text(error, os.environ, import_errors.installed(), import_errors.packages())) from error
 
 
 @dataclass(frozen=True)
