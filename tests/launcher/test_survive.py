@@ -373,12 +373,12 @@ def test_what_ranks_tell_each_other(tmp_path):
         6,
         """
         import threading
-        from jaxmpi._mpi import agreement, clones
+        from jaxmpi._mpi import agreement, private_comms
         def later(): time.sleep(3.2 - 0.5 * rank); die()
         if rank > 0: threading.Thread(target=later, daemon=True).start()
         comm = jaxmpi.get_default()
         while comm.size > 1:
-            clone = clones.clone_of(comm)
+            clone = private_comms.clone_of(comm)
             try:
                 for i in range(1000000):
                     got = agreement.gather_objects(clone, (i, comm.rank))

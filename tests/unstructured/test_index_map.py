@@ -442,9 +442,9 @@ def test_communicators(comm, rank, size):
 
 
 def _key_of_clones():
-    from jaxmpi._mpi import clones
+    from jaxmpi._mpi import private_comms
 
-    return clones._attribute()
+    return private_comms._attribute()
 
 
 def test_topologies(comm, size):

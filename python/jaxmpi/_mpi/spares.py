@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi._mpi import clones, failures, groups
+from jaxmpi._mpi import private_comms, failures, groups
 
 _PAUSE_SECONDS = 0.02
 _SPARE, _OVER = -1, -2
@@ -48,11 +48,11 @@ def repair(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -
     """
     while True:
         comm, found = MPI.Intracomm(comm.Shrink()), None
-        if not clones.agree(comm, True):  # all have it: only then may it be revoked, see clones.py
+        if not private_comms.agree(comm, True):  # all have it: only then may it be revoked, see private_comms.py
             continue
         with contextlib.suppress(MPI.Exception):
             found = _try(comm, number, size, pool)
-        if clones.agree(comm, found is not None):
+        if private_comms.agree(comm, found is not None):
             assert found is not None
             return found
 
@@ -102,7 +102,7 @@ class Pool:
         self.stepped_in = False
         """Whether this rank has been spare, and is not any more."""
         self._spare_as = _SPARE
-        comm.Agree(1)  # all have both: see clones.py
+        comm.Agree(1)  # all have both: see private_comms.py
         if self.current == MPI.COMM_NULL:
             _core.tell_launcher("spare", "")
 
@@ -113,7 +113,7 @@ class Pool:
 
     def repair(self) -> tuple[MPI.Comm, int]:
         """Called by all ranks of `current` that live, after a death: the next one, and a name for it."""
-        clones.revoke(self._comm)
+        private_comms.revoke(self._comm)
         with contextlib.suppress(MPI.Exception):  # a rank that still agrees on `current` hears that others have left it
             self.current.Shrink().Free()
         return self._repair()

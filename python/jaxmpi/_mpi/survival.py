@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import internals, runtime_token
-from jaxmpi._mpi import clones, communicators, failures, groups
+from jaxmpi._mpi import private_comms, communicators, failures, groups
 from jaxmpi._mpi.library import FAILURES, LIBRARY
 from jaxmpi._mpi.waiting import waiting
 
@@ -84,7 +84,7 @@ def failure_in(error: BaseException, comm: MPI.Comm, operation: str) -> ProcessF
     if isinstance(error, MPI.Exception) and (found is not None or failures.is_broken(comm)):
         found = ProcessFailed(f"{operation}: {error}", failures.dead(comm), comm, operation)
     if found is not None:
-        clones.revoke(comm)
+        private_comms.revoke(comm)
     return found
 
 
@@ -209,7 +209,7 @@ class survive(contextlib.ContextDecorator):
         all_done = error is None
         if self._uniform:
             with waiting(None, "survive"):
-                all_done = clones.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
+                all_done = private_comms.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
         if error is not None and error is not raised:
@@ -256,7 +256,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
         _check(comm, "recover")
         _check_recoverable(comm)
     for comm in given:
-        clones.revoke(comm)
+        private_comms.revoke(comm)
     runtime_token.heal_all_threads()
     for comm in given:
         communicators.give_up(comm)
