@@ -8,7 +8,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import handle_of
-from jaxmpi._mpi.texts import text_of
+from jaxmpi._mpi.strings import text_of
 
 
 @contextlib.contextmanager

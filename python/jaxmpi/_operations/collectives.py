@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators
-from jaxmpi._mpi.texts import Text
+from jaxmpi._mpi.strings import Text
 from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_linked_to
 from jaxmpi._primitive import arguments
 from jaxmpi._primitive.lowering import Passed

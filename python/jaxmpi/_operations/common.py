@@ -17,7 +17,7 @@ from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import linked_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES
-from jaxmpi._mpi.texts import Text
+from jaxmpi._mpi.strings import Text
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation

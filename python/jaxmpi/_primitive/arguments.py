@@ -17,7 +17,7 @@ from jaxmpi._jax import internals
 from jaxmpi._mpi import call_sites, static, tags
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
-from jaxmpi._mpi.texts import Text, text_of
+from jaxmpi._mpi.strings import Text, text_of
 from jaxmpi._primitive import envelope, keys
 from jaxmpi._primitive.effect import Refusal
 from jaxmpi._primitive.jit import Token

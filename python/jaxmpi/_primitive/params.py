@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.plans import Plan
-from jaxmpi._mpi.texts import Text
+from jaxmpi._mpi.strings import Text
 from jaxmpi._primitive.arguments import Reduction, Status
 from jaxmpi._primitive.pytrees import Leaf
 
