@@ -29,7 +29,7 @@ from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
 from jaxmpi._mpi.private_comms import clone_of
 from jaxmpi._mpi.communicators import Local
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._primitive import arguments, keys
 
 _COPIES, _BLOCKS = 3301, 3302

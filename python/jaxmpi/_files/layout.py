@@ -25,7 +25,7 @@ from jaxmpi._grid.grid import Grid
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, survival
 from jaxmpi._mpi.private_comms import clone_of
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._unstructured.index_map import IndexMap
 
 _ADVICE = (

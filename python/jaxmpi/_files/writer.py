@@ -34,7 +34,7 @@ from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Width
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._primitive import arguments
 
 TIME = "time"

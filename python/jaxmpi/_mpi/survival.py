@@ -20,7 +20,7 @@ import jaxmpi._core as _core
 from jaxmpi._jax import internals, runtime_token
 from jaxmpi._mpi import private_comms, communicators, failures, groups
 from jaxmpi._mpi.library import FAILURES, LIBRARY
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.watch import waiting
 
 
 class ProcessFailed(jax.errors.JaxRuntimeError):

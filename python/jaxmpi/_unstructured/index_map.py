@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from jaxmpi._mpi import agreement, communicators, survival
 from jaxmpi._mpi.private_comms import clone_of
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._operations.by_counts import allgatherv, gatherv
 from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments, keys
