@@ -127,7 +127,7 @@ class Started:
         return self.operation.has_result
 
     @property
-    def ends(self) -> int:
+    def traced_envelope(self) -> int:
         """How many ranks and tags it has that are known at run time only (`_primitive.envelope`)."""
         return sum(type(value) is int and value == tags.TRACED for value in self.params.values())
 
@@ -188,7 +188,7 @@ class Wait(Operation[Waiting]):
         return [typed(what.shape, what.dtype) for what in params.started if what.has_result]
 
     def templates(self, params: Waiting) -> int:
-        return sum(what.ends for what in params.started)
+        return sum(what.traced_envelope for what in params.started)
 
     def numbers(self, avals: Arrays, params: Waiting) -> dict[str, Any]:
         results = sum(2 << i for i, what in enumerate(params.started) if what.has_result)
@@ -197,7 +197,7 @@ class Wait(Operation[Waiting]):
     def divide(self, params: Waiting, operands: Arrays) -> tuple[list[Any], list[list[Any]]]:
         """The requests, and the ends of each that are known at run time."""
         rest = iter(operands[len(params.started) :])
-        return list(operands[: len(params.started)]), [[next(rest) for _ in range(w.ends)] for w in params.started]
+        return list(operands[: len(params.started)]), [[next(rest) for _ in range(w.traced_envelope)] for w in params.started]
 
     def jvp(self, primals: Arrays, tangents: Arrays, params: Waiting) -> tuple[list[Any], list[Any]]:
         """Tangents are those of the requests that have one, which have been started where it is taken."""
