@@ -42,7 +42,7 @@ class ByCounts(Operation[Divided]):
     def batch_at(self, params: Divided) -> tuple[int, int]:
         return 1, 1
 
-    def numbers(self, avals: Arrays, params: Divided) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Divided) -> dict[str, Any]:
         return {"row": math.prod(avals[0].shape[1:])}  # the elements of each
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Divided) -> list[Any]:

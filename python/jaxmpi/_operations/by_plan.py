@@ -39,7 +39,7 @@ class ByPlan(Operation[Planned]):
     def aliases(self, operands: int, params: Planned) -> bool:
         return params.pattern.aliases
 
-    def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals, params)}
 
     def refuse(self, params: Planned) -> str:

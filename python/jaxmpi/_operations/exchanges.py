@@ -64,7 +64,7 @@ class ExchangeFinish(ByPlan):
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
         return params.pattern.results(avals[:-1], params.places, params.adjoint)
 
-    def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}
 
     def finish(

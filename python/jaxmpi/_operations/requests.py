@@ -71,7 +71,7 @@ class Start(Starting[P]):
     def batch_at(self, params: P) -> tuple[int, int]:
         return self.batch_axis, 0
 
-    def numbers(self, avals: Arrays, params: P) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: P) -> dict[str, Any]:
         if not avals:
             return {}
         last = avals[-1]
@@ -190,7 +190,7 @@ class Wait(Operation[Waiting]):
     def templates(self, params: Waiting) -> int:
         return sum(what.traced_envelope for what in params.started)
 
-    def numbers(self, avals: Arrays, params: Waiting) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Waiting) -> dict[str, Any]:
         results = sum(2 << i for i, what in enumerate(params.started) if what.has_result)
         return {"zero": request_of_nothing(params, results)}
 

@@ -77,7 +77,7 @@ class Lowered(primitives.Primitive, Generic[P]):
         """Whether results take the place of their operands."""
         return operands == 1 and self.may_alias(params) and params.in_place  # type: ignore[attr-defined]
 
-    def numbers(self, avals: Sequence[Any], params: P) -> dict[str, Any]:
+    def static_attributes(self, avals: Sequence[Any], params: P) -> dict[str, Any]:
         """The attributes that follow from the types of the operands."""
         return {}
 
@@ -108,10 +108,10 @@ class Lowered(primitives.Primitive, Generic[P]):
 
     def attributes(self, operands: Sequence[Any], params: P) -> dict[str, np.int64]:
         """The attributes as the core reads them."""
-        numbers = self.numbers(operands, params)
+        from_types = self.static_attributes(operands, params)
         dtype = operands[0].dtype if operands else None
         return {
-            name: _attribute(name, kind, params, numbers, dtype) for name, kind in OPERATIONS[self.core_name].attributes
+            name: _attribute(name, kind, params, from_types, dtype) for name, kind in OPERATIONS[self.core_name].attributes
         }
 
     def add_site(self, operands: Sequence[Any], params: P, site: str) -> None:
@@ -185,7 +185,7 @@ def _lower_silent(ctx: Any, *operands: Any, call: Common) -> Sequence[Any]:
     return operands
 
 
-def _attribute(name: str, kind: str, params: Any, numbers: dict[str, Any], dtype: Any) -> np.int64:
+def _attribute(name: str, kind: str, params: Any, from_types: dict[str, Any], dtype: Any) -> np.int64:
     """An attribute as a 64-bit integer, as the core reads it."""
     match kind:
         case "adjoint":  # or, in a further derivative, perhaps the value of one
@@ -194,7 +194,7 @@ def _attribute(name: str, kind: str, params: Any, numbers: dict[str, Any], dtype
             return np.int64(_DERIVATIVES[params.derivative])
         case "leaf":
             return np.int64(pytrees.attribute(params.leaf, params.derivative is not None))
-    value: Any = numbers[name] if name in numbers else getattr(params, name)
+    value: Any = from_types[name] if name in from_types else getattr(params, name)
     match kind:
         case "reduction":
             value = value.number_for(DATATYPES[np.dtype(dtype).name])
