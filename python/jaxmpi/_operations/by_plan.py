@@ -20,13 +20,13 @@ from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
 def of_words(params: Planned, arrays: Arrays) -> tuple[Planned, list[Any]]:
     """The parameters and the operands, of the words of keys among the arrays."""
     more = map(keys.axes, arrays)
-    places = tuple(params.pattern.behind(place, n) for place, n in zip(params.places, more, strict=True))
-    return dataclasses.replace(params, places=places), list(map(keys.words, arrays))
+    per_array = tuple(params.pattern.behind(place, n) for place, n in zip(params.per_array, more, strict=True))
+    return dataclasses.replace(params, per_array=per_array), list(map(keys.words, arrays))
 
 
 def plan(avals: Arrays, params: Planned) -> Plan:
     types = tuple(typed(x.shape, x.dtype) for x in avals)
-    return params.pattern.plan(params.comm.rank, types, params.places, params.adjoint)
+    return params.pattern.plan(params.comm.rank, types, params.per_array, params.adjoint)
 
 
 class ByPlan(Operation[Planned]):
@@ -34,7 +34,7 @@ class ByPlan(Operation[Planned]):
     refuses_alike = True
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
-        return params.pattern.results(avals, params.places, params.adjoint)
+        return params.pattern.results(avals, params.per_array, params.adjoint)
 
     def aliases(self, operands: int, params: Planned) -> bool:
         return params.pattern.aliases
@@ -55,7 +55,7 @@ class ByPlan(Operation[Planned]):
         results: list[Any] = []
         for first in range(0, len(arrays), MOST_ARRAYS):
             chosen = slice(first, first + MOST_ARRAYS)
-            results += self.apply(dataclasses.replace(params, places=params.places[chosen]), *arrays[chosen])
+            results += self.apply(dataclasses.replace(params, per_array=params.per_array[chosen]), *arrays[chosen])
         return results
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
@@ -76,8 +76,8 @@ class ByPlan(Operation[Planned]):
                     f"{self.shown} cannot be transposed: its transpose adds, and {arrays[i].dtype} cannot be added; "
                     "convert to another dtype first, such as float32."
                 )
-        places = params.pattern.linear(tuple(params.places[i] for i in which))
-        return Planned(params.comm, params.pattern, places, adjoint, derivative=derivative)
+        per_array = params.pattern.linear(tuple(params.per_array[i] for i in which))
+        return Planned(params.comm, params.pattern, per_array, adjoint, derivative=derivative)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
         which = [i for i, t in enumerate(tangents) if t is not None]

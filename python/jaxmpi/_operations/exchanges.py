@@ -49,7 +49,7 @@ class ExchangeStart(Starting[Planned], ByPlan):
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
         which = internals.inexact_among(operands)
         # Its fields are those of the adjoint, which begin as zeros.
-        fields = params.pattern.results(operands, params.places, params.adjoint)
+        fields = params.pattern.results(operands, params.per_array, params.adjoint)
         zeros = [jnp.zeros(x.shape, x.dtype) for x in fields]
         needed = True  # as in `requests.Start.transpose`
         return self.adjoint.finish(zeros, which, cotangents[0], params, COTANGENT, not params.adjoint, needed)
@@ -62,7 +62,7 @@ class ExchangeFinish(ByPlan):
     refuses_alike = False
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
-        return params.pattern.results(avals[:-1], params.places, params.adjoint)
+        return params.pattern.results(avals[:-1], params.per_array, params.adjoint)
 
     def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}

@@ -35,8 +35,8 @@ class Neighbors:
     aliases = False
     refusal = ""
 
-    def linear(self, places: Any) -> Any:
-        return places
+    def linear(self, per_array: Any) -> Any:
+        return per_array
 
     def behind(self, place: Any, axes: int) -> Any:
         return place
@@ -45,7 +45,7 @@ class Neighbors:
         given, received = int(self.own_blocks), 1
         return (received, given) if adjoint else (given, received)
 
-    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> list[Any]:
+    def results(self, avals: Sequence[Any], per_array: Any, adjoint: bool) -> list[Any]:
         edges = self.destinations if adjoint else self.sources
         stacked = self.own_blocks or not adjoint
         return [
@@ -56,7 +56,7 @@ class Neighbors:
         """The shape of what travels along one edge."""
         return aval.shape[1:] if self.own_blocks or adjoint else aval.shape
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: Any, adjoint: bool) -> Plan:
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: Any, adjoint: bool) -> Plan:
         return _plan(self, rank, avals, adjoint)
 
 

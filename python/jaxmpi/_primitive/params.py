@@ -192,17 +192,17 @@ class Pattern(Protocol):
     def refusal(self) -> str:
         """Why no derivative can be taken; empty if one can."""
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Any, ...], adjoint: bool) -> Plan:
-        """The plan of a rank. `places` has what the pattern needs to know of each array."""
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Any, ...], adjoint: bool) -> Plan:
+        """The plan of a rank. `per_array` has what the pattern needs to know of each array."""
 
-    def results(self, avals: Sequence[Any], places: tuple[Any, ...], adjoint: bool) -> Sequence[Any]:
+    def results(self, avals: Sequence[Any], per_array: tuple[Any, ...], adjoint: bool) -> Sequence[Any]:
         """The types of the results from those of the operands."""
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         """The position of the batch axis in operands, and in results."""
 
-    def linear(self, places: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`places` for the linear part of the operation."""
+    def linear(self, per_array: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`per_array` for the linear part of the operation."""
 
     def behind(self, place: Any, axes: int) -> Any:
         """A place for an array that has that many more axes, behind its own."""
@@ -213,7 +213,7 @@ class Planned(Common):
     """An operation by a plan (`_mpi.plans`)."""
 
     pattern: Pattern
-    places: tuple[Any, ...]
+    per_array: tuple[Any, ...]
     adjoint: bool
     needed: bool = field(default=False, kw_only=True)
     """As in `Waiting`."""

@@ -76,8 +76,8 @@ class Ghosts:
             "to be differentiated through it."
         )
 
-    def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        return places
+    def linear(self, per_array: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        return per_array
 
     def behind(self, place: Spec, axes: int) -> Spec:
         """The place of an array that has that many axes more, behind all of its own."""
@@ -87,11 +87,11 @@ class Ghosts:
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0  # nothing is transposed, and the axis of the rows, counted from the end, remains the same
 
-    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> Sequence[Any]:
+    def results(self, avals: Sequence[Any], per_array: Any, adjoint: bool) -> Sequence[Any]:
         return avals
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
-        return _plan(self, avals, places, adjoint)
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
+        return _plan(self, avals, per_array, adjoint)
 
 
 def _which(rows: np.ndarray) -> Which:
@@ -150,8 +150,8 @@ def _checked(
                 f"{operation}: {name} has shape {x.shape}, and its first axis must have this rank's {rows.total} rows: "
                 f"{rows.owned} that it owns, then {rows.ghosts} ghosts."
             )
-    places = tuple((-x.ndim, name) for x, name in zip(arrays, names, strict=True))
-    return arrays, structure, Planned(comm, ghosts, places, adjoint)
+    per_array = tuple((-x.ndim, name) for x, name in zip(arrays, names, strict=True))
+    return arrays, structure, Planned(comm, ghosts, per_array, adjoint)
 
 
 def _box(aval: Any, axis: int, which: Which) -> Box:
@@ -165,12 +165,12 @@ def _box(aval: Any, axis: int, which: Which) -> Box:
 
 
 @plans.cached
-def _plan(pattern: Ghosts, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
+def _plan(pattern: Ghosts, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
     rank, rows = pattern.rank, pattern.rows
     moves: list[Move] = []
     fills: list[Fill] = []
     facts = []
-    for leaf, (aval, (from_end, name)) in enumerate(zip(avals, places, strict=True)):
+    for leaf, (aval, (from_end, name)) in enumerate(zip(avals, per_array, strict=True)):
         axis = from_end % len(aval.shape)
         # Where it lies on the other rank is that rank's affair. Sums are in the order of the ranks with ghosts.
         for other, which in rows.sends:
