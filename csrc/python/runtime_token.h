@@ -8,9 +8,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-extern const char runtime_token_linker_doc[];
+extern const char runtime_token_make_call_doc[];
 
-/* linker(...) -> function of (*args, **kwargs): see its docstring. */
-PyObject *runtime_token_linker(PyObject *module, PyObject *args);
+/* make_call(...) -> function of (*args, **kwargs): see its docstring. */
+PyObject *runtime_token_make_call(PyObject *module, PyObject *args);
 
 #endif

@@ -214,7 +214,7 @@ def differentiate(
     if is_ours(primitive):
         effect.check()
         if not primitive.is_constant(params["call"]) or has_tangent(trace, tracers):
-            tracers = make_operands_depend(trace, tracers, primitive.linked(tracers), primitive.name)
+            tracers = make_operands_depend(trace, tracers, primitive.dependent_operands(tracers), primitive.name)
         return own(trace, primitive, tracers, params)
     if primitive is depends_on_p and params["always"]:
         return _differentiate_dependence(own, trace, primitive, tracers, params)

@@ -146,7 +146,7 @@ def partially_evaluate(
         possible = internals.inexact_among(tracers)
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
-                for i in primitive.linked(tracers):
+                for i in primitive.dependent_operands(tracers):
                     tracers[i] = depends_on(tracers[i], inputs)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])

@@ -164,7 +164,7 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) 
         if EFFECT in equation.effects and primitive in _REWRITES:
             results = _REWRITES[primitive](evaluate, params, operands)
         else:
-            for i in primitive.linked(operands) if is_ours(primitive) else ():
+            for i in primitive.dependent_operands(operands) if is_ours(primitive) else ():
                 operands[i] = depends_on(operands[i], seeds)
             results = jaxprs.evaluate(jaxprs.of_equation(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))

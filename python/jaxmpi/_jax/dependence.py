@@ -44,7 +44,7 @@ def depends_on(
     return depends_on_p.bind(*values, *inputs, *unless, **params, shape=tuple(like.shape), dtype=dtype)
 
 
-def linked_zeros(inputs: Sequence[Any], like: Any) -> Any:
+def dependent_zeros(inputs: Sequence[Any], like: Any) -> Any:
     """Zeros of the shape and dtype of `like`, which JAX treats as a linear function of the inputs."""
     return depends_on(None, inputs, like=like)
 

@@ -244,7 +244,7 @@ def with_runtime_token(
         empty tuple if nothing is communicated.
       otherwise: what is called instead inside a trace and with `jax.disable_jit`; None if neither can be.
     """
-    return _core.linker(
+    return _core.make_call(
         compute,
         otherwise,
         core.trace_state_clean,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p, migrate_counts_p
 from jaxmpi._operations.common import SUM, Arrays, common, typed
@@ -345,7 +345,7 @@ class Scatterv(ByCounts):
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         gathered = super().transpose_one(cotangent, template, counts, back)
-        return gathered if back.on_root else linked_zeros([gathered], template)
+        return gathered if back.on_root else dependent_zeros([gathered], template)
 
 
 scatterv_p = Scatterv("scatterv", adjoint=gatherv_p)

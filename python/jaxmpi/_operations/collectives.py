@@ -9,7 +9,7 @@ from mpi4py import MPI
 from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators
 from jaxmpi._mpi.strings import Text
-from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_linked_to
+from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_dependent_on
 from jaxmpi._primitive import arguments
 from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation, check_p
@@ -132,7 +132,7 @@ class Bcast(Collective[Rooted]):
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Rooted) -> list[Any]:
         totals = self.adjoint.apply_to_all(ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), cotangents)
         # Other ranks do not read their template, so its cotangent is zero.
-        return totals if params.on_root else zeros_linked_to(totals, operands)
+        return totals if params.on_root else zeros_dependent_on(totals, operands)
 
 
 bcast_p = Bcast("bcast")
@@ -220,7 +220,7 @@ class Scatter(Collective[Rooted]):
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Rooted) -> list[Any]:
         gathered = self.adjoint.apply_to_all(Rooted(params.comm, params.root, derivative=COTANGENT), cotangents)
-        return gathered if params.on_root else zeros_linked_to(gathered, operands)
+        return gathered if params.on_root else zeros_dependent_on(gathered, operands)
 
 
 scatter_p = Scatter("scatter", adjoint=gather_p)

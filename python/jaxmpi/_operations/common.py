@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES
 from jaxmpi._mpi.strings import Text
@@ -54,10 +54,10 @@ def sums(xs: Arrays, ys: Arrays) -> list[Any]:
     return [x + y for x, y in zip(xs, ys, strict=True)]
 
 
-def zeros_linked_to(values: Arrays, templates: Arrays) -> list[Any]:
+def zeros_dependent_on(values: Arrays, templates: Arrays) -> list[Any]:
     """Zeros as cotangents of templates, which depend on what was communicated: else the transpose of the transpose
     would not communicate on this rank."""
-    return [linked_zeros([value], template) for value, template in zip(values, templates, strict=True)]
+    return [dependent_zeros([value], template) for value, template in zip(values, templates, strict=True)]
 
 
 class Collective(Operation[P]):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import batched, depends_on, linked_zeros
+from jaxmpi._jax.dependence import batched, depends_on, dependent_zeros
 from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
@@ -93,7 +93,7 @@ class ExchangeFinish(ByPlan):
         known = [t for t in tangents if type(t) is not internals.ad.Zero]
         if not which or not known:
             return results, [internals.zero_tangent(y) for y in results]
-        given = [linked_zeros(known, t.aval) if type(t) is internals.ad.Zero else t for t in tangents[:-1]]
+        given = [dependent_zeros(known, t.aval) if type(t) is internals.ad.Zero else t for t in tangents[:-1]]
         request = NOTHING if type(tangents[-1]) is internals.ad.Zero else tangents[-1]
         made = self.finish(given, which, request, params, TANGENT, params.adjoint)
         return results, [internals.zero_tangent(y) if t is None else t for t, y in zip(made, results, strict=True)]

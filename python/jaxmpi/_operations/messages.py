@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import linked_zeros, zero_cotangent
+from jaxmpi._jax.dependence import dependent_zeros, zero_cotangent
 from jaxmpi._mpi import communicators, tags
 from jaxmpi._operations.common import Arrays, checked
 from jaxmpi._primitive import arguments, envelope, pytrees
@@ -126,7 +126,7 @@ class Recv(Message[Receiving]):
         given, ends = back_of_recv(params, ends)
         back = Sending(params.comm, **given, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
         send_p.apply(back, cotangents[0], *ends)
-        return [linked_zeros(cotangents, template)]
+        return [dependent_zeros(cotangents, template)]
 
 
 recv_p = Recv("recv")

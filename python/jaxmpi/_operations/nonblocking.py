@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differing_cotangents
@@ -212,7 +212,7 @@ class Irecv(Message[Receiving], Start[Receiving]):
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
         *ends, template = operands
         self.wait_for_adjoint(params, template, cotangents[0], ends)
-        return [linked_zeros(cotangents, template)]  # its values are not read
+        return [dependent_zeros(cotangents, template)]  # its values are not read
 
 
 irecv_p = Irecv("irecv")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from mpi4py import MPI
 
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators, tags
 from jaxmpi._operations.collectives import allgather_p, bcast_p, check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Collective, differing_cotangents, sums, typed
@@ -120,7 +120,7 @@ class Reduce(Reduction[ReducingTo]):
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: ReducingTo) -> Any:
         weight = weight_of(x, params.op, params, lambda: _everywhere(x, params))
         (total,) = self.apply(ReducingTo(params.comm, SUM, params.root, derivative=TANGENT), weight * tangent)
-        return total if params.on_root else tangent + linked_zeros([total], tangent)
+        return total if params.on_root else tangent + dependent_zeros([total], tangent)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: ReducingTo) -> list[Any]:
         parts = self.adjoint.apply_to_all(Rooted(params.comm, params.root, derivative=COTANGENT), cotangents)

@@ -55,14 +55,14 @@ _region = primitives.Primitive("jaxmpi.region")
 _region.multiple_results = True
 
 
-def _region_abstract_eval(link: Any, *args: Any, jaxpr: Any, linked: bool) -> list[Any]:
-    return [internals.ShapedArray(link.shape, link.dtype)] * linked + jaxpr.out_avals
+def _region_abstract_eval(link: Any, *args: Any, jaxpr: Any, returns_link: bool) -> list[Any]:
+    return [internals.ShapedArray(link.shape, link.dtype)] * returns_link + jaxpr.out_avals
 
 
-def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any, linked: bool) -> list[Any]:
+def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any, returns_link: bool) -> list[Any]:
     inner = ctx.replace(
         avals_in=list(ctx.avals_in[1:]),
-        avals_out=list(ctx.avals_out[linked:]),
+        avals_out=list(ctx.avals_out[returns_link:]),
         tokens_in=internals.mlir.TokenSet({EFFECT: internals.create_token()}),
     )
     with internals.without_constant_folding():
@@ -71,7 +71,7 @@ def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any, linked: bool) 
         done = ctx.replace(avals_in=[internals.abstract_token], avals_out=[internals.abstract_token])
         _lower_done(done, inner.tokens_out.get(EFFECT), comm=np.int64(0))
     # The link need not depend on the operations: results of an execution are ready only when all of it is done.
-    return [link] * linked + list(results)
+    return [link] * returns_link + list(results)
 
 
 _lower_done = internals.ffi_lowering("jaxmpi_done", has_side_effect=True)
@@ -155,10 +155,10 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
         always = isinstance(link, tuple)
         (link,) = link if always else (link,)
         if jaxpr.effects == {EFFECT}:
-            linked = always or not _is_short(jaxpr)
+            returns_link = always or not _is_short(jaxpr)
             jaxpr = _in_place(jaxpr, [not donated] * len(operands))
-            results = _region.bind(link, *operands, jaxpr=jaxpr, linked=linked)
-            link = results.pop(0) if linked else None
+            results = _region.bind(link, *operands, jaxpr=jaxpr, returns_link=returns_link)
+            link = results.pop(0) if returns_link else None
         else:  # nothing to discharge, or other effects, which JAX must see
             link = ()
             results = internals.jaxpr_as_fun(jaxpr)(*operands)

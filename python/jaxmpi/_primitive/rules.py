@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import batched, linked_zeros, zero_cotangent
+from jaxmpi._jax.dependence import batched, dependent_zeros, zero_cotangent
 from jaxmpi._mpi import communicators
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import EFFECT, Refusal
@@ -99,7 +99,7 @@ class Transformed(Lowered[P]):
         """Whether results are constants for a derivative where the operands have no tangents."""
         return self.refuses_alike and self.refuse(params) != ""
 
-    def linked(self, operands: Iterable[Any]) -> list[int]:
+    def dependent_operands(self, operands: Iterable[Any]) -> list[int]:
         """The operands that are linked, so that the operation is differentiated: of one that takes several arrays all
         of them, so that each is mapped on all ranks alike."""
         possible = [] if self.waits else internals.inexact_among(operands)
@@ -162,7 +162,7 @@ class Transformed(Lowered[P]):
         given: list[Any] = [None] * len(primals)
         for i in linear:  # a template without tangent gets zeros, too
             zero = type(tangents[i]) is internals.ad.Zero
-            given[i] = linked_zeros(known, tangents[i].aval) if zero else tangents[i]
+            given[i] = dependent_zeros(known, tangents[i].aval) if zero else tangents[i]
         of_results = self.tangent(primals, given, results, params)
         return results, [
             zero_unless(t if internals.inexact(y) else None, y) for t, y in zip(of_results, results, strict=True)
