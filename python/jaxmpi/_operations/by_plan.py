@@ -30,7 +30,7 @@ def plan(avals: Arrays, params: Planned) -> Plan:
 
 
 class ByPlan(Operation[Planned]):
-    several = True
+    variadic = True
     refuses_alike = True
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:

@@ -63,7 +63,7 @@ def zeros_dependent_on(values: Arrays, templates: Arrays) -> list[Any]:
 class Collective(Operation[P]):
     """An operation on any number of arrays of one dtype, each as if it were alone, in which all ranks take part."""
 
-    several = True
+    variadic = True
 
     def result(self, aval: Any, params: P) -> Any:
         """The type of the result from that of an operand."""

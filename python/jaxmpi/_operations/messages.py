@@ -182,7 +182,7 @@ class Sendrecv(Message[Exchanging]):
     between two ranks keep their order.
     """
 
-    halves = True
+    some_differentiable = True
 
     def templates(self, params: Exchanging) -> int:
         return 1
@@ -190,7 +190,7 @@ class Sendrecv(Message[Exchanging]):
     def refuse(self, params: Exchanging) -> str:
         return _refuse_source(params, "sendtag", "recvtag")
 
-    def tangent_of_half(self, primals: Arrays, tangents: Arrays, params: Exchanging) -> Any:
+    def tangent_of_some(self, primals: Arrays, tangents: Arrays, params: Exchanging) -> Any:
         """Only one of the two messages has a tangent, which is sent, or received."""
         ends = envelope.join(params, primals[1:-1], "dest", "recvtag", "sendtag", "source")
         if sends := internals.inexact(primals[0]):

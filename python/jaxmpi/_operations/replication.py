@@ -15,7 +15,7 @@ from jaxmpi._primitive.params import COTANGENT, Common, Reducing
 class Identity(Collective[Common]):
     """The identity; only its transpose does something."""
 
-    silent = True
+    identity = True
 
 
 class Replicate(Identity):

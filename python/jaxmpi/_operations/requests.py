@@ -181,7 +181,7 @@ class Wait(Operation[Waiting]):
     """Waits for any number of requests: operands are these, and then the ranks and tags of all that are known at run
     time. It is linear in the requests."""
 
-    several = True
+    variadic = True
     waits = True
 
     def results(self, avals: Arrays, params: Waiting) -> list[Any]:

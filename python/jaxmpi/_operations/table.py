@@ -26,6 +26,6 @@ def check_names(here: set[str], core: set[str]) -> None:
 
 
 check_names(
-    {operation.core_name for operation in OPERATIONS if not operation.silent},
+    {operation.core_name for operation in OPERATIONS if not operation.identity},
     set(library.OPERATIONS) - library.WITHOUT_PRIMITIVE,
 )

@@ -44,7 +44,7 @@ class Lowered(primitives.Primitive, Generic[P]):
 
     multiple_results = True
 
-    silent = False
+    identity = False
     """The identity; only its transpose does something. The core has no such operation."""
     works_in_place = False
     """A result may alias the operand of the same number, where `params.in_place` is set and `may_alias`."""
@@ -52,7 +52,7 @@ class Lowered(primitives.Primitive, Generic[P]):
     def __init__(self, name: str) -> None:
         super().__init__(f"jaxmpi.{name}")
         self.core_name = name
-        self.shown = name if self.silent else OPERATIONS[name].shown
+        self.shown = name if self.identity else OPERATIONS[name].shown
         """The name that users know."""
         self.lower_to("jaxmpi_{}")
 
@@ -93,7 +93,7 @@ class Lowered(primitives.Primitive, Generic[P]):
 
     def roles(self, operands: int, params: P) -> list[str]:
         """The role of each of `operands` operands: `mpi`, `host` or `template`."""
-        if self.silent:
+        if self.identity:
             return ["mpi"] * operands
         templates = self.templates(params)
         return OPERATIONS[self.core_name].roles(False, operands - templates) + ["template"] * templates
@@ -126,14 +126,14 @@ class Lowered(primitives.Primitive, Generic[P]):
 
     def find_site(self, operands: Sequence[Any], params: P) -> None:
         """Tells the core the line of the program that is being traced."""
-        site = None if self.silent else call_sites.of_traceback(internals.traceback())
+        site = None if self.identity else call_sites.of_traceback(internals.traceback())
         if site is not None:
             self.add_site([jax.typeof(x) for x in operands], params, site)
 
     def lower_to(self, target: str, platforms: Sequence[str] = DEVICES.communicated) -> None:
         """Registers the lowering to a custom call of the core, known to XLA under the name `target`."""
-        if self.silent:
-            internals.mlir.register_lowering(self, _lower_silent)
+        if self.identity:
+            internals.mlir.register_lowering(self, _lower_identity)
             return
         for platform in platforms:
             rule = self._lowering(target.format(self.core_name), fenced=platform != "cpu")
@@ -180,7 +180,7 @@ class Lowered(primitives.Primitive, Generic[P]):
         )
 
 
-def _lower_silent(ctx: Any, *operands: Any, call: Common) -> Sequence[Any]:
+def _lower_identity(ctx: Any, *operands: Any, call: Common) -> Sequence[Any]:
     ctx.set_tokens_out(ctx.tokens_in)
     return operands
 

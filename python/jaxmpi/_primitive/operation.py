@@ -49,7 +49,7 @@ class Operation(Transformed[P]):
             roles = self.roles(len(operands), params)
             first = next((i for i, role in enumerate(roles) if role != "host"), None)
             operands = tuple(
-                depends_on(x, [], always=True) if i == first or self.several else x for i, x in enumerate(operands)
+                depends_on(x, [], always=True) if i == first or self.variadic else x for i, x in enumerate(operands)
             )
         return self.bind(*operands, call=params)
 
@@ -136,7 +136,7 @@ def _tell_line(primitive: Operation[Any], params: Any, operands: Sequence[Any], 
     if len(_TOLD) == _MOST_TOLD:
         _TOLD.clear()
     _TOLD.add(call)
-    if not primitive.silent:
+    if not primitive.identity:
         for its, xs in _each_of(params, tuple(map(jax.typeof, operands))):
             primitive.add_site(xs, its, call_sites.of_frame(frame))
 

@@ -23,7 +23,7 @@ from jaxmpi._primitive.lowering import Lowered, P
 class Transformed(Lowered[P]):
     """A primitive with the rules by which JAX transforms it."""
 
-    several = False
+    variadic = False
     """It takes any number of arrays."""
     starts = False
     """It starts something that is waited for: its result is a request, an array of two numbers for each array of a
@@ -82,10 +82,10 @@ class Transformed(Lowered[P]):
         operands = [x if t is None else t for x, t in zip(primals, tangents, strict=True)]
         return self.bind(*operands, call=params.linear())
 
-    halves = False
-    """There is a `tangent_of_half`, for operands and templates of which only some have a differentiable dtype."""
+    some_differentiable = False
+    """There is a `tangent_of_some`, for operands and templates of which only some have a differentiable dtype."""
 
-    def tangent_of_half(self, primals: Sequence[Any], tangents: Sequence[Any], params: P) -> Any:
+    def tangent_of_some(self, primals: Sequence[Any], tangents: Sequence[Any], params: P) -> Any:
         """The tangent of the first result, None if that is zero."""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Transformed(Lowered[P]):
         """The operands that are linked, so that the operation is differentiated: of one that takes several arrays all
         of them, so that each is mapped on all ranks alike."""
         possible = [] if self.waits else internals.inexact_among(operands)
-        return possible if self.several else possible[:1]
+        return possible if self.variadic else possible[:1]
 
     def bind_with_trace(self, trace: Any, args: Any, *more: Any) -> Any:
         if type(trace).__name__ == "JetTrace" and any(map(internals.inexact, args)):
@@ -149,14 +149,14 @@ class Transformed(Lowered[P]):
         """The results and their tangents."""
         roles = self.roles(len(primals), params)
         inexact = [internals.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
-        half = self.halves and any(inexact) and not all(inexact)
-        linear = [] if half else self._linear_in(roles, primals)
+        some = self.some_differentiable and any(inexact) and not all(inexact)
+        linear = [] if some else self._linear_in(roles, primals)
         if linear and (why_not := self.refuse(params)):
             raise Refusal(f"{self.shown} cannot be differentiated: {why_not}")
         params = params.in_derivative()
         results = self.bind(*primals, call=params)
         if not linear:
-            first = self.tangent_of_half(primals, tangents, params) if half else None
+            first = self.tangent_of_some(primals, tangents, params) if some else None
             return results, [zero_unless(first if i == 0 else None, y) for i, y in enumerate(results)]
         known = [t for t in tangents if type(t) is not internals.ad.Zero]
         given: list[Any] = [None] * len(primals)
@@ -177,7 +177,7 @@ class Transformed(Lowered[P]):
             for x, is_linear in zip(operands, linear, strict=True)
         ]
         made = self.transpose(cotangents, known, params)
-        if self.several:
+        if self.variadic:
             return [ct if is_linear else None for ct, is_linear in zip(made, linear, strict=True)]
         given = iter(made)
         return [next(given, None) if is_linear else None for is_linear in linear]
