@@ -22,13 +22,13 @@ from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
     EFFECT,
     JaxParams,
-    Refusal,
+    Unsupported,
     cannot_be_traced,
     communicates_when_called,
     during,
     forget,
     may_be_request,
-    refusal,
+    unsupported,
 )
 
 
@@ -93,7 +93,7 @@ def differentiate_custom_vjp(
     for i in possible:
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
             return call(make_operands_depend(trace, tracers, [i], "a function with jax.custom_vjp", False))
-    raise refusal("a function with jax.custom_vjp that has closed-over values alone")
+    raise unsupported("a function with jax.custom_vjp that has closed-over values alone")
 
 
 def _asked(
@@ -107,7 +107,7 @@ def _asked(
             try:
                 asked = answers[key] = asks(avals)
             except Exception as error:
-                if isinstance(error, Refusal):
+                if isinstance(error, Unsupported):
                     raise
     if asked:
         effect.check()
@@ -132,7 +132,7 @@ _answers = weakref.WeakKeyDictionary()
 
 def _refuse_if_none(possible: list[int]) -> list[int]:
     if not possible:
-        raise Refusal(
+        raise Unsupported(
             "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
             "so its rule is not called in a derivative. Give it one."
         )

@@ -37,12 +37,12 @@ from jaxmpi._primitive.effect import (
     EFFECT,
     ZERO,
     JaxParams,
-    Refusal,
+    Unsupported,
     communicates,
     communicates_when_called,
     during,
     may_be_request,
-    refusal,
+    unsupported,
 )
 from jaxmpi._primitive.operation import in_derivative, is_ours
 
@@ -157,7 +157,7 @@ def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: A
 
 def _refuse_custom_vmap(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> None:
     """Refuses it: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
-    raise refusal("a function with jax.custom_batching.custom_vmap")
+    raise unsupported("a function with jax.custom_batching.custom_vmap")
 
 
 def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
@@ -165,7 +165,7 @@ def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, pa
     its derivative depends on which of them have some."""
     which = internals.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
-        raise refusal(type(params["_prim"]).__name__)
+        raise unsupported(type(params["_prim"]).__name__)
     return own(trace, primitive, make_operands_depend(trace, tracers, which, type(params["_prim"]).__name__), params)
 
 
@@ -230,7 +230,7 @@ def differentiate(
     if communicates(params) or unreported.communicates(primitive, tracers, params):
         effect.check()
         if (possible := unreported.differentiated_operands(primitive, params)) is None:
-            raise refusal(primitive.name)
+            raise unsupported(primitive.name)
         which = [i for i in possible if internals.inexact(tracers[i])]
         return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, tracers, params)
@@ -251,7 +251,7 @@ def differentiate_call(
 
 def refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> Any:
     if is_ours(primitive) or communicates(params):
-        raise Refusal(
+        raise Unsupported(
             f"jaxmpi: derivatives of communication need JAX 0.7 or newer, this is {jax.__version__}: it leaves out of "
             "a derivative what nothing on this rank depends on, though other ranks may."
         )

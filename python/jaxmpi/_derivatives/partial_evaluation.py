@@ -21,11 +21,11 @@ from jaxmpi._primitive.effect import (
     CALLS,
     EFFECT,
     JaxParams,
-    Refusal,
+    Unsupported,
     communicates,
     communicates_when_called,
     during,
-    refusal,
+    unsupported,
 )
 from jaxmpi._primitive.operation import is_ours
 
@@ -54,7 +54,7 @@ def eliminate_dead_code(own: Callable[..., Any], jaxpr: Any, used: Any, *args: A
     another rank its results may be used, and all ranks must differentiate it again."""
     kept, inputs = own(jaxpr, used, *args, **kwargs)
     if _count(jaxpr) != _count(kept):
-        raise refusal("a primitive that JAX leaves out where nothing depends on it")
+        raise unsupported("a primitive that JAX leaves out where nothing depends on it")
     results = {x for equation in kept.eqns for x in equation.outvars}
     unused = [i for i, e in enumerate(jaxpr.eqns) if EFFECT not in e.effects and results.isdisjoint(e.outvars)]
     if which := [i for i in unused if rule_communicates(core.eval_trace, jaxpr, i)]:
@@ -213,7 +213,7 @@ class _Dependence:
         if primitive is primitives.while_p:
             return cls._of_loop(params["body_jaxpr"], depend[params["cond_nconsts"] :], params["body_nconsts"], None)
         name = "jax.lax.custom_root" if "Root" in type(params.get("_prim")).__name__ else primitive.name
-        raise Refusal(
+        raise Unsupported(
             f"jaxmpi: what communicates in {name} cannot be transposed (by a reverse derivative, jax.linear_transpose, "
             "or custom_linear_solve without symmetric=True). Communicate outside of it, or use jax.jvp."
         )
@@ -231,7 +231,7 @@ class _Dependence:
     @staticmethod
     def _refuse_constant(equation: Any, depend: Sequence[bool]) -> None:
         if not any(depend) and any(internals.inexact(x.aval) for x in equation.invars):
-            raise Refusal(
+            raise Unsupported(
                 f"{equation.primitive.shown} cannot be transposed (by jax.linear_transpose or custom_linear_solve): "
                 "its operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
             )

@@ -12,7 +12,7 @@ from jax._src.interpreters import ad as private_ad
 
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import depends_on
-from jaxmpi._primitive.effect import ZERO, Refusal, during
+from jaxmpi._primitive.effect import ZERO, Unsupported, during
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 
@@ -104,7 +104,7 @@ def make_operands_depend(
         primal, tangent = trace.to_primal_tangent_pair(tracers[i])
         own = None if type(tangent) is internals.ad.Zero else tangent
         if own is None and not seeds:
-            raise Refusal(
+            raise Unsupported(
                 f"{why} communicates in a function that is differentiated with respect to nothing on this rank: an "
                 "empty pytree, or integers alone. All ranks take part in a derivative: give each a floating-point "
                 "argument to differentiate with respect to. The function of a custom_root is one, too: let it close "

@@ -11,7 +11,7 @@ from jaxmpi._derivatives.rewrites import with_carry, with_output, with_results
 from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._jax.dependence import cotangents, depends_on, depends_on_p, solving
 from jaxmpi._jax.primitives import Literal
-from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Refusal, during
+from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Unsupported, during
 
 
 def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -44,9 +44,9 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
             return own(jaxpr, stack, consts, primals, [*cts, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
-        if of_execution or isinstance(error, Refusal) or not any(map(_makes_constant_depend, jaxpr.eqns)):
+        if of_execution or isinstance(error, Unsupported) or not any(map(_makes_constant_depend, jaxpr.eqns)):
             raise
-        raise Refusal(
+        raise Unsupported(
             "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
             "custom_root). If it multiplies or divides by the result of an operation on constants, compute that "
             "outside of it: operands of operations count as depending on the argument, as on other ranks they may."

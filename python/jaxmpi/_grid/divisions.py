@@ -61,7 +61,7 @@ class Redistribution:
     source: Division
     target: Division
     aliases = False
-    refusal = ""
+    why_not_differentiable = ""
 
     def linear(self, per_array: tuple[Spec, ...]) -> tuple[Spec, ...]:
         return per_array

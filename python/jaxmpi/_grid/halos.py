@@ -102,7 +102,7 @@ class Halo:
     corners: bool
 
     aliases = True
-    refusal = ""
+    why_not_differentiable = ""
 
     def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
         return _plan(self, rank, avals, per_array, adjoint)

@@ -50,7 +50,7 @@ def check_outside(operation: str) -> None:
         )
 
 
-class Refusal(NotImplementedError):
+class Unsupported(NotImplementedError):
     """What this package cannot do, or does not do since a derivative would be wrong. Everything of the package that is
     called while JAX differentiates raises it, so that it is told from errors of JAX. To users it is what it is a kind
     of: a NotImplementedError, by name too."""
@@ -61,7 +61,7 @@ class Refusal(NotImplementedError):
         return NotImplementedError, self.args
 
 
-Refusal.__name__ = "NotImplementedError"
+Unsupported.__name__ = "NotImplementedError"
 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
 """Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""

@@ -20,7 +20,7 @@ from jax._src.array import ArrayImpl
 from jax._src.lax.control_flow.loops import while_p
 
 import jaxmpi._core as _core
-from jaxmpi._jax.internals import Effect, Refusal, replace
+from jaxmpi._jax.internals import Effect, Unsupported, replace
 
 # The last runtime token of each thread. JAX's own record is per thread, so no thread sees the tokens of others there.
 _tokens_of_threads: dict[int, Any] = {}
@@ -89,7 +89,7 @@ def refuse_communicating_conditions(effect: Effect) -> None:
 
     def check(error: Any, enabled: Any, *args: Any, cond_jaxpr: Any, **params: Any) -> Any:
         if effect in cond_jaxpr.effects:
-            raise Refusal(
+            raise Unsupported(
                 "jaxmpi: checkify evaluates the condition of a while_loop twice in each iteration, and this one "
                 "communicates. Compute it in the body, and carry the result to the condition."
             )

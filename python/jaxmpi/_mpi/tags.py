@@ -31,7 +31,7 @@ def sent(tag: int, derivative: bool) -> int:
     return tag + _FIRST if derivative and (tag >= 0 or tag == TRACED) else tag
 
 
-def refusal(params: dict[str, Any], *names: str) -> str:
+def why_not_differentiable(params: dict[str, Any], *names: str) -> str:
     """Why messages with these parameters have no derivative; empty if they may have one."""
     for name in names:
         if params[name] >= _FIRST:

@@ -21,7 +21,7 @@ from jaxmpi._operations.reductions import (
     reduce_scatter_p,
     reduced_everywhere,
     reducing,
-    refuse_reduction,
+    why_reduction_not_differentiable,
     weight_of,
 )
 from jaxmpi._primitive import arguments, pytrees
@@ -126,8 +126,8 @@ def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm |
 class ReduceScatterv(ByCounts):
     """The adjoint of a sum is `allgatherv`."""
 
-    def refuse(self, params: Divided) -> str:
-        return refuse_reduction(_op(params))
+    def why_not_differentiable(self, params: Divided) -> str:
+        return why_reduction_not_differentiable(_op(params))
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Divided) -> list[Any]:
         op = _op(params)

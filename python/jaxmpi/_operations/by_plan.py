@@ -12,7 +12,7 @@ from jaxmpi._jax.dependence import batched
 from jaxmpi._mpi.plans import Plan
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays, is_opaque, typed
 from jaxmpi._primitive import keys
-from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
 
@@ -31,7 +31,7 @@ def plan(avals: Arrays, params: Planned) -> Plan:
 
 class ByPlan(Operation[Planned]):
     variadic = True
-    refuses_alike = True
+    nondifferentiable_on_all_ranks = True
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
         return params.pattern.results(avals, params.per_array, params.adjoint)
@@ -42,8 +42,8 @@ class ByPlan(Operation[Planned]):
     def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals, params)}
 
-    def refuse(self, params: Planned) -> str:
-        return params.pattern.refusal
+    def why_not_differentiable(self, params: Planned) -> str:
+        return params.pattern.why_not_differentiable
 
     def apply_to_all(self, params: Planned, arrays: Arrays) -> list[Any]:
         """Applies the operation to the arrays; more than once for very many."""
@@ -72,7 +72,7 @@ class ByPlan(Operation[Planned]):
         """The parameters of the linear part of the operation, for some of the arrays."""
         for i in which:
             if adjoint and is_opaque(arrays[i]):
-                raise Refusal(
+                raise Unsupported(
                     f"{self.shown} cannot be transposed: its transpose adds, and {arrays[i].dtype} cannot be added; "
                     "convert to another dtype first, such as float32."
                 )

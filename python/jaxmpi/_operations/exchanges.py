@@ -29,7 +29,7 @@ index_accumulate_p = ByPlan("index_accumulate")
 class ExchangeStart(Starting[Planned], ByPlan):
     """Sends what the neighbours need."""
 
-    refuses_alike = False  # what waits for it may have tangents
+    nondifferentiable_on_all_ranks = False  # what waits for it may have tangents
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
         operands = self.batch_fields(axis, operands, axes, params)
@@ -59,7 +59,7 @@ class ExchangeFinish(ByPlan):
     """Fills the halos of the fields with what the request stands for, its last operand."""
 
     waits = True
-    refuses_alike = False
+    nondifferentiable_on_all_ranks = False
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
         return params.pattern.results(avals[:-1], params.per_array, params.adjoint)

@@ -15,7 +15,7 @@ from jaxmpi._jax.dependence import dependent_zeros, zero_cotangent
 from jaxmpi._mpi import communicators, tags
 from jaxmpi._operations.common import Arrays, checked
 from jaxmpi._primitive import arguments, envelope, pytrees
-from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Exchanging, Receiving, Sending, kept
@@ -25,7 +25,7 @@ _sending, _receiving, _exchanging = kept(Sending), kept(Receiving), kept(Exchang
 
 def refuse_send(params: Any) -> str:
     """Why a message that is sent has no derivative; empty if it has one."""
-    return tags.refusal(vars(params), "tag")
+    return tags.why_not_differentiable(vars(params), "tag")
 
 
 def refuse_recv(params: Any) -> str:
@@ -38,7 +38,7 @@ def refuse_recv(params: Any) -> str:
 def _refuse_source(params: Any, *names: str) -> str:
     if params.source == MPI.ANY_SOURCE:
         return "with source ANY_SOURCE the way back is unknown; name the source."
-    return tags.refusal(vars(params), *names)
+    return tags.why_not_differentiable(vars(params), *names)
 
 
 def back_of_send(params: Any, ends: Arrays) -> tuple[dict[str, Any], list[Any]]:
@@ -68,7 +68,7 @@ class Send(Message[Sending]):
     def results(self, avals: Arrays, params: Sending) -> list[Any]:
         return []
 
-    def refuse(self, params: Sending) -> str:
+    def why_not_differentiable(self, params: Sending) -> str:
         return refuse_send(params)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Sending) -> list[Any]:
@@ -118,7 +118,7 @@ class Recv(Message[Receiving]):
     def templates(self, params: Receiving) -> int:
         return 1
 
-    def refuse(self, params: Receiving) -> str:
+    def why_not_differentiable(self, params: Receiving) -> str:
         return refuse_recv(params)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
@@ -187,7 +187,7 @@ class Sendrecv(Message[Exchanging]):
     def templates(self, params: Exchanging) -> int:
         return 1
 
-    def refuse(self, params: Exchanging) -> str:
+    def why_not_differentiable(self, params: Exchanging) -> str:
         return _refuse_source(params, "sendtag", "recvtag")
 
     def tangent_of_some(self, primals: Arrays, tangents: Arrays, params: Exchanging) -> Any:
@@ -196,13 +196,13 @@ class Sendrecv(Message[Exchanging]):
         if sends := internals.inexact(primals[0]):
             given, operands = envelope.split({"dest": ends["dest"], "tag": ends["sendtag"]})
             sending = Sending(params.comm, **given, derivative=TANGENT)
-            why_not = send_p.refuse(sending)
+            why_not = send_p.why_not_differentiable(sending)
         else:
             given, operands = envelope.split({"source": ends["source"], "tag": ends["recvtag"]})
             receiving = Receiving(params.comm, **given, derivative=TANGENT)
-            why_not = recv_p.refuse(receiving)
+            why_not = recv_p.why_not_differentiable(receiving)
         if why_not:
-            raise Refusal(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
+            raise Unsupported(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
         if not sends:
             return recv_p.apply(receiving, *operands, tangents[-1])[0]
         send_p.apply(sending, tangents[0], *operands)

@@ -33,7 +33,7 @@ class Neighbors:
     own_blocks: bool
     """Each destination gets a block of its own; otherwise all get the same."""
     aliases = False
-    refusal = ""
+    why_not_differentiable = ""
 
     def linear(self, per_array: Any) -> Any:
         return per_array

@@ -11,7 +11,7 @@ from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differing_cotangents
 from jaxmpi._operations.messages import Message, back_of_recv, back_of_send, refuse_recv, refuse_send
-from jaxmpi._operations.reductions import allreduce_p, refuse_reduction
+from jaxmpi._operations.reductions import allreduce_p, why_reduction_not_differentiable
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
 from jaxmpi._primitive import arguments, envelope, keys
@@ -46,8 +46,8 @@ class Iallreduce(Start[Reducing]):
 
     result_is_stored = True
 
-    def refuse(self, params: Reducing) -> str:
-        return refuse_reduction(params.op)
+    def why_not_differentiable(self, params: Reducing) -> str:
+        return why_reduction_not_differentiable(params.op)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Reducing) -> list[Any]:
         if params.op.name == "SUM":
@@ -162,8 +162,8 @@ ibcast_p = Ibcast("ibcast")
 class Ireduce(Start[ReducingTo]):
     """The adjoint of `ibcast`."""
 
-    def refuse(self, params: ReducingTo) -> str:
-        return refuse_reduction(params.op)
+    def why_not_differentiable(self, params: ReducingTo) -> str:
+        return why_reduction_not_differentiable(params.op)
 
     def back(self, params: ReducingTo, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
         return ibcast_p, Rooted(params.comm, params.root, derivative=COTANGENT), []
@@ -199,7 +199,7 @@ class Irecv(Message[Receiving], Start[Receiving]):
     def templates(self, params: Receiving) -> int:
         return 1
 
-    def refuse(self, params: Receiving) -> str:
+    def why_not_differentiable(self, params: Receiving) -> str:
         return refuse_recv(params)
 
     def order(self, leaf: Any, ends: Arrays) -> list[Any]:
@@ -258,7 +258,7 @@ class Isend(Message[Sending], Start[Sending]):
 
     has_result = False
 
-    def refuse(self, params: Sending) -> str:
+    def why_not_differentiable(self, params: Sending) -> str:
         return refuse_send(params)
 
     def back(self, params: Sending, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:

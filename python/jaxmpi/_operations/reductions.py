@@ -34,7 +34,7 @@ R = TypeVar("R", bound=Reducing)
 _DIFFERENTIABLE = ("SUM", "PROD", "MAX", "MIN")
 
 
-def refuse_reduction(op: arguments.Reduction) -> str:
+def why_reduction_not_differentiable(op: arguments.Reduction) -> str:
     """Why a reduction has no derivative; empty if it has one."""
     if op.name in _DIFFERENTIABLE:
         return ""
@@ -45,10 +45,10 @@ def refuse_reduction(op: arguments.Reduction) -> str:
 class Reduction(Collective[R]):
     """A sum is linear; the tangent of another reduction is made of sums."""
 
-    refuses_alike = True
+    nondifferentiable_on_all_ranks = True
 
-    def refuse(self, params: R) -> str:
-        return refuse_reduction(params.op)
+    def why_not_differentiable(self, params: R) -> str:
+        return why_reduction_not_differentiable(params.op)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: R) -> list[Any]:
         if params.op.name == "SUM":

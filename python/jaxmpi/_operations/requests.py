@@ -23,7 +23,7 @@ from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES
 from jaxmpi._operations.common import Arrays, common, typed
 from jaxmpi._primitive import arguments, keys
-from jaxmpi._primitive.effect import REQUEST, Refusal
+from jaxmpi._primitive.effect import REQUEST, Unsupported
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Common, Waiting
@@ -43,7 +43,7 @@ class Starting(Operation[P]):
 
     def of_batch(self, axis: Any, params: P) -> P:
         if axis.size == 0:
-            raise Refusal(f"{self.shown}: a batch of nothing cannot be started, since no request would be left.")
+            raise Unsupported(f"{self.shown}: a batch of nothing cannot be started, since no request would be left.")
         return dataclasses.replace(params, batch=(axis.size, *params.batch))
 
     result_is_stored = False

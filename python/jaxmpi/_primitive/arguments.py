@@ -19,7 +19,7 @@ from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
 from jaxmpi._mpi.strings import Text, text_of
 from jaxmpi._primitive import envelope, keys
-from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.jit import Token
 
 _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
@@ -171,7 +171,7 @@ def _is_no_array(x: Any) -> bool:
 def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
     if type(x) is internals.ConcreteArray or (isinstance(x, jax.Array) and not internals.is_tracer(x)):
         if (devices := internals.devices_of_array(x)) > 1:
-            raise Refusal(f"{operation}: {argument} is {internals.spread(devices)}")
+            raise Unsupported(f"{operation}: {argument} is {internals.spread(devices)}")
         return x
     if isinstance(x, jax.Array):
         return x

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
-from jaxmpi._jax.internals import Refusal as Refusal
+from jaxmpi._jax.internals import Unsupported as Unsupported
 
 
 class Communication(internals.Effect):
@@ -113,8 +113,8 @@ def forget(function: Any) -> None:
             store.reset()
 
 
-def refusal(what: str) -> Refusal:
-    return Refusal(
+def unsupported(what: str) -> Unsupported:
+    return Unsupported(
         f"jaxmpi: {what} is not known to be differentiated on all ranks alike by JAX {jax.__version__} where it "
         "communicates. Communicate outside of it, or differentiate inside of it."
     )

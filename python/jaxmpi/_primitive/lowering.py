@@ -18,7 +18,7 @@ from jaxmpi._jax import internals, primitives
 from jaxmpi._mpi import call_sites, tags
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._primitive import pytrees
-from jaxmpi._primitive.effect import EFFECT, Refusal
+from jaxmpi._primitive.effect import EFFECT, Unsupported
 from jaxmpi._primitive.params import COTANGENT, TANGENT, VALUE, Common
 
 P = TypeVar("P", bound=Common)
@@ -150,7 +150,7 @@ class Lowered(primitives.Primitive, Generic[P]):
 
         def lower(ctx: Any, *operands: Any, call: P) -> list[Any]:
             if (devices := internals.devices_of(ctx)) > 1:
-                raise Refusal(f"{self.shown}: the computation is {internals.spread(devices)}")
+                raise Unsupported(f"{self.shown}: the computation is {internals.spread(devices)}")
             roles, written, passed, filled = self._passed(call, len(operands), len(ctx.avals_out))
             aliases = None
             if self.aliases(len(operands), call):
@@ -173,7 +173,7 @@ class Lowered(primitives.Primitive, Generic[P]):
     def _refuse_platform(self, ctx: Any, *operands: Any, call: P) -> Any:
         platforms = ctx.module_context.platforms
         reasons = [why for name, why in DEVICES.drivers.items() if name.lower() in platforms and why is not None]
-        raise Refusal(
+        raise Unsupported(
             f"{self.shown}: arrays on {', '.join(platforms)} cannot be communicated"
             f"{''.join(f': {why}' for why in reasons)}. Move them to the CPU with "
             "jax.device_put(x, jax.devices('cpu')[0]), or set JAX_PLATFORMS=cpu"

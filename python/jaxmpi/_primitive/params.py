@@ -189,7 +189,7 @@ class Pattern(Protocol):
         """Whether results take the place of the operands."""
 
     @property
-    def refusal(self) -> str:
+    def why_not_differentiable(self) -> str:
         """Why no derivative can be taken; empty if one can."""
 
     def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Any, ...], adjoint: bool) -> Plan:

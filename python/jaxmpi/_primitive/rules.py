@@ -16,7 +16,7 @@ from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched, dependent_zeros, zero_cotangent
 from jaxmpi._mpi import communicators
 from jaxmpi._primitive import effect
-from jaxmpi._primitive.effect import EFFECT, Refusal
+from jaxmpi._primitive.effect import EFFECT, Unsupported
 from jaxmpi._primitive.lowering import Lowered, P
 
 
@@ -68,11 +68,11 @@ class Transformed(Lowered[P]):
         """The position of the batch axis in mapped operands, and then in the results."""
         return 0, 0
 
-    def refuse(self, params: P) -> str:
+    def why_not_differentiable(self, params: P) -> str:
         """Why no derivative can be taken; empty if one can."""
         return ""
 
-    refuses_alike = False
+    nondifferentiable_on_all_ranks = False
     """All ranks refuse a derivative alike, and none if the operands have no tangents: the results then are constants,
     as those of integers are."""
 
@@ -97,7 +97,7 @@ class Transformed(Lowered[P]):
 
     def is_constant(self, params: P) -> bool:
         """Whether results are constants for a derivative where the operands have no tangents."""
-        return self.refuses_alike and self.refuse(params) != ""
+        return self.nondifferentiable_on_all_ranks and self.why_not_differentiable(params) != ""
 
     def dependent_operands(self, operands: Iterable[Any]) -> list[int]:
         """The operands that are linked, so that the operation is differentiated: of one that takes several arrays all
@@ -107,12 +107,12 @@ class Transformed(Lowered[P]):
 
     def bind_with_trace(self, trace: Any, args: Any, *more: Any) -> Any:
         if type(trace).__name__ == "JetTrace" and any(map(internals.inexact, args)):
-            raise Refusal(
+            raise Unsupported(
                 f"jaxmpi.{self.shown}: jax.experimental.jet has no rule for communication. Nested jax.jvp gives the "
                 "same derivatives, on all ranks alike."
             )
         if effect.cannot_be_traced.get():
-            raise effect.refusal("a function with jax.custom_jvp or jax.custom_vjp that looks at values")
+            raise effect.unsupported("a function with jax.custom_jvp or jax.custom_vjp that looks at values")
         if type(trace) is internals.DynamicJaxprTrace:
             communicators.refuse_in_child_of_fork()
             self.find_site(args, more[-1]["call"])
@@ -124,7 +124,7 @@ class Transformed(Lowered[P]):
         roles = self.roles(len(operands), params)
         hosts = [mapped is not None for mapped, role in zip(axes, roles, strict=True) if role == "host"]
         if any(hosts) and set(roles) != {"host"}:
-            raise Refusal(
+            raise Unsupported(
                 f"{self.shown}: jax.vmap maps an operand that says how to communicate, and that must be the same for "
                 "all of what is mapped. Pass it unmapped (in_axes=None); in a branch of a jax.lax.cond or switch, the "
                 "predicate or index as well."
@@ -151,8 +151,8 @@ class Transformed(Lowered[P]):
         inexact = [internals.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
         some = self.some_differentiable and any(inexact) and not all(inexact)
         linear = [] if some else self._linear_in(roles, primals)
-        if linear and (why_not := self.refuse(params)):
-            raise Refusal(f"{self.shown} cannot be differentiated: {why_not}")
+        if linear and (why_not := self.why_not_differentiable(params)):
+            raise Unsupported(f"{self.shown} cannot be differentiated: {why_not}")
         params = params.in_derivative()
         results = self.bind(*primals, call=params)
         if not linear:

@@ -68,7 +68,7 @@ class Ghosts:
     aliases = True
 
     @property
-    def refusal(self) -> str:
+    def why_not_differentiable(self) -> str:
         if self.op == "SUM":
             return ""
         return (
