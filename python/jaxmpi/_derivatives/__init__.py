@@ -17,7 +17,7 @@ included:
 `vmap` maps what depends on the mapped values, and ranks must map alike. A derivative may depend on them on one rank
 only, so the dependences of 1. and 4., and what is communicated with them, are mapped by every `vmap` around them. If a
 derivative is differentiated further they are mapped by every `vmap` except that of `jacfwd`, which maps tangents alone
-(`seeds.make_value_depend`).
+(`inputs.make_value_depend`).
 
 The higher-order primitives, which JAX differentiates by a rule for the computation inside, are in
 `higher_order._HIGHER_ORDER`, with what the rule needs; anything else that communicates inside is refused. `_contract`

@@ -10,11 +10,11 @@ import numpy as np
 from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
-from jaxmpi._derivatives.seeds import (
+from jaxmpi._derivatives.inputs import (
     has_tangent,
     inside_higher_order,
     make_operands_depend,
-    seeds_of,
+    inputs_of,
     without_dummy,
 )
 from jaxmpi._jax import internals, jaxprs, primitives
@@ -44,7 +44,7 @@ def differentiate_custom_jvp(
     def asks(avals: Any) -> Any:
         return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
-    seeds_of(trace)  # closes the list: values made from here on are not seeds
+    inputs_of(trace)  # closes the list: values made from here on are not differentiated inputs
     possible = internals.inexact_among(tracers)
     without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
     asked = _asked(trace, tracers, function, rule, asks) if without or inside_higher_order.get() else False
@@ -79,7 +79,7 @@ def differentiate_custom_vjp(
             not called and _backward_communicates(forward, backward, avals, out_trees)
         )
 
-    seeds_of(trace)  # closes the list: values made from here on are not seeds
+    inputs_of(trace)  # closes the list: values made from here on are not differentiated inputs
     possible = internals.inexact_among(tracers)
     called = has_tangent(trace, tracers)
     asked = (

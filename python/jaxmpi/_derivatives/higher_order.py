@@ -20,13 +20,13 @@ from jaxmpi._derivatives.rewrites import (
     with_parameter,
     with_parameter_of_call,
 )
-from jaxmpi._derivatives.seeds import (
+from jaxmpi._derivatives.inputs import (
     has_tangent,
     inside_higher_order,
     make_operands_depend,
     make_value_depend,
     place_of_dummy,
-    seeds_of,
+    inputs_of,
     tangents_of,
     without_dummy,
 )
@@ -50,7 +50,7 @@ from jaxmpi._primitive.operation import in_derivative, is_ours
 def _operand_to_differentiate(
     trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
 ) -> list[int]:
-    """An operand that is made to depend on the seeds, among those from `start` to `stop`: one with a tangent if
+    """An operand that is made to depend on the differentiated inputs, among those from `start` to `stop`: one with a tangent if
     possible; none if no operand can have one. `requests`: also one that may be a request, without tangent."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if internals.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
@@ -59,7 +59,7 @@ def _operand_to_differentiate(
 
 
 def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
-    """An operand of a higher-order primitive that is made to depend on the seeds; none if it needs a dummy operand.
+    """An operand of a higher-order primitive that is made to depend on the differentiated inputs; none if it needs a dummy operand.
 
     It is no request, whose tangent would start its adjoint. A dummy operand is also needed if there are derivatives
     inside, for their values must depend on what is differentiated, too.
@@ -69,7 +69,7 @@ def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxPara
     return _operand_to_differentiate(trace, tracers, start, requests=False)
 
 
-_trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
+_trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("trace_with_dummy", default=None)
 """The trace that differentiates a loop which has been given a dummy operand."""
 
 
@@ -132,7 +132,7 @@ def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, par
 
 
 def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Makes an operand of a linear solve's matrix and one of its right-hand side depend on the seeds.
+    """Makes an operand of a linear solve's matrix and one of its right-hand side depend on the differentiated inputs.
 
     The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
     of the derivative maps its solve, and with it what the matrix communicates: see
@@ -210,7 +210,7 @@ def _differentiate_dependence(
 def differentiate(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    seeds_of(trace)
+    inputs_of(trace)
     if is_ours(primitive):
         effect.check()
         if not primitive.is_constant(params["call"]) or has_tangent(trace, tracers):
@@ -241,8 +241,8 @@ def differentiate_call(
     own: Callable[..., Any], trace: Any, primitive: Any, function: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
     """Differentiates what is called in the place of the call. The trace that JAX starts for it would have those
-    operands alone as seeds that have tangents, and there may be none."""
-    seeds_of(trace)
+    operands alone as differentiated inputs that have tangents, and there may be none."""
+    inputs_of(trace)
     if not communicates_when_called(function, map(jax.typeof, tracers)):
         return own(trace, primitive, function, tracers, params)
     with core.set_current_trace(trace):

@@ -24,7 +24,7 @@ from jaxmpi._derivatives.partial_evaluation import (
     start_partial_evaluation,
     trace_to_jaxpr,
 )
-from jaxmpi._derivatives.seeds import record_seed
+from jaxmpi._derivatives.inputs import record_input
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
 from jaxmpi._jax import internals, primitives
 from jaxmpi._primitive import effect
@@ -75,8 +75,8 @@ HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
 """Functions of JAX, the names of their parameters, and what replaces them."""
 
 HOOKS = (
-    (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_seed),
-    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", record_seed),
+    (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_input),
+    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", record_input),
     (_JVP, "process_primitive", _PRIMITIVE, differentiate),
     (_LINEARIZE, "process_primitive", _PRIMITIVE, differentiate),
     (_JVP, "process_custom_jvp_call", _CUSTOM_JVP, differentiate_custom_jvp),

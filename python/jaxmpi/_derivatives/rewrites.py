@@ -141,8 +141,8 @@ def that_depends_on_arguments(closed: Any, constants: int) -> Any:
     if constants not in made:
 
         def evaluate(*args: Any) -> Any:
-            seeds = [x for x in args[constants:] if internals.inexact(x)]
-            return _evaluate_depending(closed, args, [depends_on(None, seeds, like=ZERO)] if len(seeds) > 1 else seeds)
+            inputs = [x for x in args[constants:] if internals.inexact(x)]
+            return _evaluate_depending(closed, args, [depends_on(None, inputs, like=ZERO)] if len(inputs) > 1 else inputs)
 
         with internals.no_trace(), internals.without_constant_folding():
             made[constants] = jax.make_jaxpr(evaluate)(*closed.in_avals)
@@ -152,10 +152,10 @@ def that_depends_on_arguments(closed: Any, constants: int) -> Any:
 _jaxprs_that_depend: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.WeakKeyDictionary()
 
 
-def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+def _evaluate_depending(closed: Any, args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that depends
-    on the seeds."""
-    evaluate = functools.partial(_evaluate_depending, seeds=seeds)
+    on the differentiated inputs."""
+    evaluate = functools.partial(_evaluate_depending, inputs=inputs)
     jaxpr = jaxprs.open_jaxpr(closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*jaxprs.constants(closed), *args), strict=True))
     read = lambda atoms: [x.val if isinstance(x, Literal) else values[x] for x in atoms]  # noqa: E731
@@ -165,7 +165,7 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) 
             results = _REWRITES[primitive](evaluate, params, operands)
         else:
             for i in primitive.dependent_operands(operands) if is_ours(primitive) else ():
-                operands[i] = depends_on(operands[i], seeds)
+                operands[i] = depends_on(operands[i], inputs)
             results = jaxprs.evaluate(jaxprs.of_equation(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
@@ -195,16 +195,16 @@ def _rewrite_scan(evaluate: Any, params: Any, operands: Any) -> Any:
 def _rewrite_while(evaluate: Any, params: Any, operands: Any) -> Any:
     """Binds the rewritten primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop`
     refuses."""
-    seeds = evaluate.keywords["seeds"]
+    inputs = evaluate.keywords["inputs"]
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
 
     def rewritten(closed: Any) -> Any:
-        avals = [*map(jax.typeof, seeds), *closed.in_avals]
-        return jax.make_jaxpr(lambda *xs: _evaluate_depending(closed, xs[len(seeds) :], xs[: len(seeds)]))(*avals)
+        avals = [*map(jax.typeof, inputs), *closed.in_avals]
+        return jax.make_jaxpr(lambda *xs: _evaluate_depending(closed, xs[len(inputs) :], xs[: len(inputs)]))(*avals)
 
-    changed = {"cond_jaxpr": rewritten(params["cond_jaxpr"]), "cond_nconsts": tests + len(seeds)}
-    changed |= {"body_jaxpr": rewritten(params["body_jaxpr"]), "body_nconsts": steps + len(seeds)}
-    return primitives.while_p.bind(*seeds, *operands[:tests], *seeds, *operands[tests:], **{**params, **changed})
+    changed = {"cond_jaxpr": rewritten(params["cond_jaxpr"]), "cond_nconsts": tests + len(inputs)}
+    changed |= {"body_jaxpr": rewritten(params["body_jaxpr"]), "body_nconsts": steps + len(inputs)}
+    return primitives.while_p.bind(*inputs, *operands[:tests], *inputs, *operands[tests:], **{**params, **changed})
 
 
 def _rewrite_cond(evaluate: Any, params: Any, operands: Any) -> Any:
