@@ -29,8 +29,8 @@ struct abi {
   const char *(*load)(void *library);
 
   /* Finds or makes the struct for a communicator: NULL for an inter-communicator. A new struct gets a number with this
-   * meaning, which may be NULL. Returns an MPI error code. Called under the GIL. */
-  int (*communicator)(intptr_t handle, const char *meaning, struct communicator **result);
+   * stable key, which may be NULL. Returns an MPI error code. Called under the GIL. */
+  int (*communicator)(intptr_t handle, const char *stable_key, struct communicator **result);
 
   /* Makes the reductions of a dtype that are ours: `handles` in the order SUM, PROD, MAX, MIN, 0 where MPI's is used.
    * Returns an MPI error code. Called at import, under the GIL. */

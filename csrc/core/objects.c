@@ -6,14 +6,14 @@
 
 struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *name) {
   struct reduction *made = malloc(sizeof *made + strlen(name) + 1);
-  char meaning[64];
+  char stable_key[64];
   if (made == NULL) return NULL;
   made->handle = handle;
   made->by = by;
   made->users = NULL;
   memcpy(made->name, name, strlen(name) + 1);
-  snprintf(meaning, sizeof meaning, "reduction %s", name);
-  made->number = registry_add(made, by == REDUCER_USER ? NULL : meaning);
+  snprintf(stable_key, sizeof stable_key, "reduction %s", name);
+  made->number = registry_add(made, by == REDUCER_USER ? NULL : stable_key);
   if (made->number != 0) return made;
   free(made);
   return NULL;

@@ -70,7 +70,7 @@ static const char *load_table(void *library) {
   return NULL;
 }
 
-static int communicator(intptr_t handle, const char *meaning, struct communicator **result) {
+static int communicator(intptr_t handle, const char *stable_key, struct communicator **result) {
   MPI_Comm comm = (MPI_Comm)handle;
   int code, found = 0, inter = 0;
   *result = NULL;
@@ -81,7 +81,7 @@ static int communicator(intptr_t handle, const char *meaning, struct communicato
   made->handle = handle;
   if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
       (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
-      (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : CODE_NO_MEMORY) != MPI_SUCCESS ||
+      (code = (made->number = registry_add(made, stable_key)) != 0 ? MPI_SUCCESS : CODE_NO_MEMORY) != MPI_SUCCESS ||
       (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
     if (made->number == 0) free(made); /* the registry never drops an object */
     return code;

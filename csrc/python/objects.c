@@ -54,22 +54,22 @@ static PyObject *reduction(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(
     communicator_doc,
-    "communicator(handle[, meaning]) -> (number, rank, size), or None for an inter-communicator\n\n"
-    "The communicator's own and lasting number; a recycled handle has another. `meaning` is what tells it from "
+    "communicator(handle[, stable_key]) -> (number, rank, size), or None for an inter-communicator\n\n"
+    "The communicator's own and lasting number; a recycled handle has another. `stable_key` is what tells it from "
     "all others in each run.");
 static PyObject *communicator(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle;
-  const char *meaning = NULL;
+  const char *stable_key = NULL;
   struct communicator *found;
-  if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !is_loaded()) return NULL;
+  if (!PyArg_ParseTuple(args, "n|s", &handle, &stable_key) || !is_loaded()) return NULL;
   if (runtime_has_ended()) return PyErr_Format(PyExc_RuntimeError, "jaxmpi: %s", runtime.ended);
   if (runtime.serialize) { /* the thread that holds the lock may need the GIL, for a reduction written in Python */
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&runtime.lock);
     PyEval_RestoreThread(state);
   }
-  int code = runtime.abi->communicator((intptr_t)handle, meaning, &found);
+  int code = runtime.abi->communicator((intptr_t)handle, stable_key, &found);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (code != 0) return raise_mpi_error(code);
   if (found == NULL) Py_RETURN_NONE;
@@ -102,48 +102,48 @@ static PyObject *register_object(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(
     plan_doc,
-    "plan(numbers, meaning) -> number\n\n"
-    "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the meaning tells it from "
+    "plan(numbers, stable_key) -> number\n\n"
+    "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the stable key tells it from "
     "all others.");
 static PyObject *make_plan(PyObject *self, PyObject *args) {
   (void)self;
-  const char *bytes, *meaning;
+  const char *bytes, *stable_key;
   Py_ssize_t size;
-  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &meaning)) return NULL;
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &stable_key)) return NULL;
   int64_t *numbers = malloc((size_t)size + 1), number = 0;
   if (numbers == NULL) return PyErr_NoMemory();
   memcpy(numbers, bytes, (size_t)size);
   struct plan *plan = plan_make(numbers, (size_t)size / sizeof *numbers);
   free(numbers);
   if (plan == NULL) return PyErr_Format(PyExc_ValueError, "these numbers describe no plan, or there is no memory");
-  if ((number = registry_add(plan, meaning)) == 0) return PyErr_NoMemory();
+  if ((number = registry_add(plan, stable_key)) == 0) return PyErr_NoMemory();
   return PyLong_FromLongLong(number);
 }
 
 PyDoc_STRVAR(
     indices_doc,
-    "indices(values, meaning) -> number\n\n"
-    "Makes a list of the indices that these bytes are, 64-bit integers; the meaning tells it from all others.");
+    "indices(values, stable_key) -> number\n\n"
+    "Makes a list of the indices that these bytes are, 64-bit integers; the stable key tells it from all others.");
 static PyObject *make_indices(PyObject *self, PyObject *args) {
   (void)self;
-  const char *bytes, *meaning;
+  const char *bytes, *stable_key;
   Py_ssize_t size;
   int64_t number;
-  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &meaning)) return NULL;
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &stable_key)) return NULL;
   if ((uintptr_t)bytes % sizeof number != 0)
     return PyErr_Format(PyExc_ValueError, "the indices do not lie as 64-bit integers do");
   struct indices *list = indices_make((const int64_t *)(const void *)bytes, (size_t)size / sizeof number);
   if (list == NULL) return PyErr_Format(PyExc_ValueError, "an index is negative, or there is no memory");
-  if ((number = registry_add(list, meaning)) == 0) return PyErr_NoMemory();
+  if ((number = registry_add(list, stable_key)) == 0) return PyErr_NoMemory();
   return PyLong_FromLongLong(number);
 }
 
-PyDoc_STRVAR(reserve_doc, "reserve(meaning)\n\nKeeps a number for the communicator with this meaning.");
+PyDoc_STRVAR(reserve_doc, "reserve(stable_key)\n\nKeeps a number for the communicator with this stable key.");
 static PyObject *reserve(PyObject *self, PyObject *args) {
   (void)self;
-  const char *meaning;
-  if (!PyArg_ParseTuple(args, "s", &meaning)) return NULL;
-  if (registry_reserve(meaning) == 0) return PyErr_NoMemory();
+  const char *stable_key;
+  if (!PyArg_ParseTuple(args, "s", &stable_key)) return NULL;
+  if (registry_reserve(stable_key) == 0) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import groups, spares, static, timeline
-from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, meaning
+from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, stable_key
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
@@ -300,7 +300,7 @@ class _Default:
         with self._lock:
             MPI.Request.Waitall(self._requests)
             if self._resolved is None and not self._replaced and self._comm != MPI.COMM_NULL:
-                _core.communicator(handle_of(self._comm), meaning("default"))
+                _core.communicator(handle_of(self._comm), stable_key("default"))
         self._step_in()
         return self._comm
 

@@ -103,8 +103,8 @@ OWN_OPERATIONS: dict[str, dict[str, int]] = {}
 """The reductions of each dtype that are ours and not MPI's: their numbers. Filled by `bind`."""
 
 
-def meaning(comm: str) -> str:
-    """The meaning, for the core's registry, of a communicator that every run has.
+def stable_key(comm: str) -> str:
+    """The stable key, for the core's registry, of a communicator that every run has.
 
     It includes the rank, since a program is compiled for one, and the library, since programs contain its numbers for
     ranks and tags.
@@ -147,11 +147,11 @@ def bind() -> None:
         copy_bytes=DEVICES.copy_bytes,
     )
     # In the same order in every run, so that a cached program finds them under their numbers.
-    of_self = _core.communicator(handle_of(MPI.COMM_SELF), meaning("COMM_SELF"))
+    of_self = _core.communicator(handle_of(MPI.COMM_SELF), stable_key("COMM_SELF"))
     assert of_self is not None
-    of_world = _core.communicator(handle_of(MPI.COMM_WORLD), meaning("COMM_WORLD"))
+    of_world = _core.communicator(handle_of(MPI.COMM_WORLD), stable_key("COMM_WORLD"))
     assert of_world is not None
-    _core.reserve(meaning("default"))
+    _core.reserve(stable_key("default"))
     if survives:
         FAILURES.update(failed=MPI.ERR_PROC_FAILED, pending=MPI.ERR_PROC_FAILED_PENDING, revoked=MPI.ERR_REVOKED)
     _core.configure(

@@ -40,10 +40,10 @@ class Indices:
     def number(self) -> int:
         """The core's number of the list."""
         if self._number == 0:
-            meaning = f"indices {self.digest}"
-            if meaning not in _numbers:
-                _numbers[meaning] = _core.indices(self.values, meaning)
-            self._number = _numbers[meaning]
+            stable_key = f"indices {self.digest}"
+            if stable_key not in _numbers:
+                _numbers[stable_key] = _core.indices(self.values, stable_key)
+            self._number = _numbers[stable_key]
         return self._number
 
 
@@ -94,10 +94,10 @@ class Plan:
 
     def __init__(self, words: Sequence[int]):
         data = b"".join((word % (1 << 64)).to_bytes(8, sys.byteorder) for word in words)
-        meaning = f"plan {hashlib.sha256(data).hexdigest()}"
-        if meaning not in _numbers:
-            _numbers[meaning] = _core.plan(data, meaning)
-        self.number = _numbers[meaning]
+        stable_key = f"plan {hashlib.sha256(data).hexdigest()}"
+        if stable_key not in _numbers:
+            _numbers[stable_key] = _core.plan(data, stable_key)
+        self.number = _numbers[stable_key]
 
 
 _numbers: dict[str, int] = {}
