@@ -27,8 +27,8 @@ from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Layout, Widths
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
-from jaxmpi._mpi.private_comms import clone_of
 from jaxmpi._mpi.communicators import Local
+from jaxmpi._mpi.private_comms import clone_of
 from jaxmpi._mpi.watch import waiting
 from jaxmpi._primitive import arguments, keys
 

@@ -49,7 +49,7 @@ def _start() -> None:
     _bound = True
     atexit.register(_end)
 
-    from jaxmpi._mpi import launch_check, communicators, survival
+    from jaxmpi._mpi import communicators, launch_check, survival
     from jaxmpi._primitive import effect
 
     launch_check.warn()  # if the launcher and MPI do not know each other

@@ -84,7 +84,8 @@ def problems() -> Iterator[str]:
             "runs. Leave mpi4py.rc.thread_level at 'multiple'."
         )
     if mpiexec is None:
-        yield f"no mpiexec found in this environment or on PATH: {import_errors.how_to_install(import_errors.packages())}."
+        how = import_errors.how_to_install(import_errors.packages())
+        yield f"no mpiexec found in this environment or on PATH: {how}."
     elif len(packages := import_errors.packages()) > 1:
         yield f"{import_errors.how_to_install(packages)}."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)

@@ -414,7 +414,10 @@ def test_mpiexec_of_the_library(tmp_path, monkeypatch):
     assert launch_check.start_by(2, "mpich", library) == f"{plain} --mpiexec {beside}"
     assert launch_check.start_by(2, "mpich", library, prefix=str(tmp_path / "site")) == plain
     of_system = str(tmp_path / "site/lib/x86_64-linux-gnu/libmpich.so.12")  # and Python is the system's
-    assert launch_check.start_by(2, "mpich", of_system, prefix=str(tmp_path / "site")) == f"{plain} --mpiexec mpiexec.mpich"
+    assert (
+        launch_check.start_by(2, "mpich", of_system, prefix=str(tmp_path / "site"))
+        == f"{plain} --mpiexec mpiexec.mpich"
+    )
     said = launch_check.of_another("/usr/bin/mpiexec", "openmpi", "mpich", library)
     assert said.startswith(f"mpiexec, /usr/bin/mpiexec, belongs to another MPI than mpi4py uses, {library}.")
     assert f"'python -m jaxmpi.run -n N --mpiexec {beside}'" in said

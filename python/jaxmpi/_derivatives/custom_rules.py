@@ -12,9 +12,9 @@ from jax._src.interpreters import ad as private_ad
 
 from jaxmpi._derivatives.inputs import (
     has_tangent,
+    inputs_of,
     inside_higher_order,
     make_operands_depend,
-    inputs_of,
     without_dummy,
 )
 from jaxmpi._jax import internals, jaxprs, primitives

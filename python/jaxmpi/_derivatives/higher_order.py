@@ -14,21 +14,21 @@ from jax._src.lax.control_flow import solves
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import derivative_communicates, rules_communicate
+from jaxmpi._derivatives.inputs import (
+    has_tangent,
+    inputs_of,
+    inside_higher_order,
+    make_operands_depend,
+    make_value_depend,
+    place_of_dummy,
+    tangents_of,
+    without_dummy,
+)
 from jaxmpi._derivatives.rewrites import (
     scan_with_carry,
     that_depends_on_arguments,
     with_parameter,
     with_parameter_of_call,
-)
-from jaxmpi._derivatives.inputs import (
-    has_tangent,
-    inside_higher_order,
-    make_operands_depend,
-    make_value_depend,
-    place_of_dummy,
-    inputs_of,
-    tangents_of,
-    without_dummy,
 )
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on_p

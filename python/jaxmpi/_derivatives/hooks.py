@@ -12,6 +12,7 @@ from jax._src.lax.control_flow import solves
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
 from jaxmpi._derivatives.higher_order import bind_checkpoint, differentiate, differentiate_call, refuse_old
+from jaxmpi._derivatives.inputs import record_input
 from jaxmpi._derivatives.partial_evaluation import (
     eliminate_dead_code,
     keep_checkpoint,
@@ -24,7 +25,6 @@ from jaxmpi._derivatives.partial_evaluation import (
     start_partial_evaluation,
     trace_to_jaxpr,
 )
-from jaxmpi._derivatives.inputs import record_input
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
 from jaxmpi._jax import internals, primitives
 from jaxmpi._primitive import effect

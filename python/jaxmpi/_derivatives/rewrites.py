@@ -142,7 +142,9 @@ def that_depends_on_arguments(closed: Any, constants: int) -> Any:
 
         def evaluate(*args: Any) -> Any:
             inputs = [x for x in args[constants:] if internals.inexact(x)]
-            return _evaluate_depending(closed, args, [depends_on(None, inputs, like=ZERO)] if len(inputs) > 1 else inputs)
+            return _evaluate_depending(
+                closed, args, [depends_on(None, inputs, like=ZERO)] if len(inputs) > 1 else inputs
+            )
 
         with internals.no_trace(), internals.without_constant_folding():
             made[constants] = jax.make_jaxpr(evaluate)(*closed.in_avals)

@@ -64,7 +64,9 @@ def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failu
             f"{operation}: other ranks call another function of jaxmpi.io: all ranks call the same ones in one order."
         )
     if there:
-        agreement.check_equal(comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ)
+        agreement.check_equal(
+            comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ
+        )
     if missing:
         for map in maps:
             owned = map.owned

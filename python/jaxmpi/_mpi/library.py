@@ -21,7 +21,9 @@ try:
 except (ImportError, RuntimeError) as error:
     from jaxmpi._mpi import import_errors
 
-    raise ImportError(import_errors.text(error, os.environ, import_errors.installed(), import_errors.packages())) from error
+    raise ImportError(
+        import_errors.text(error, os.environ, import_errors.installed(), import_errors.packages())
+    ) from error
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi._mpi import private_comms, failures, groups
+from jaxmpi._mpi import failures, groups, private_comms
 
 _PAUSE_SECONDS = 0.02
 _SPARE, _OVER = -1, -2

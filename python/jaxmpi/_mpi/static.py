@@ -69,7 +69,7 @@ for _class in CLASSES:
     jax.tree_util.register_pytree_node(_class, lambda x: ((), x), lambda x, _: x)
 
 
-def of(x: MPI.Comm | MPI.Op, lifetime: Any) -> Any:
+def make(x: MPI.Comm | MPI.Op, lifetime: Any) -> Any:
     """A static one with this lifetime, of the class that `x` has in mpi4py."""
     kind: Any = next((made for made in CLASSES if isinstance(x, made.__mro__[2])), _Intracomm)
     made = kind(x)

@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import internals, runtime_token
-from jaxmpi._mpi import private_comms, communicators, failures, groups
+from jaxmpi._mpi import communicators, failures, groups, private_comms
 from jaxmpi._mpi.library import FAILURES, LIBRARY
 from jaxmpi._mpi.watch import waiting
 
@@ -209,7 +209,9 @@ class survive(contextlib.ContextDecorator):
         all_done = error is None
         if self._uniform:
             with waiting(None, "survive"):
-                all_done = private_comms.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
+                all_done = private_comms.agree(
+                    communicators.default_mpi() if self._comm is None else self._comm, all_done
+                )
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
         if error is not None and error is not raised:

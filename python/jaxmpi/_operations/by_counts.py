@@ -21,8 +21,8 @@ from jaxmpi._operations.reductions import (
     reduce_scatter_p,
     reduced_everywhere,
     reducing,
-    why_reduction_not_differentiable,
     weight_of,
+    why_reduction_not_differentiable,
 )
 from jaxmpi._primitive import arguments, pytrees
 from jaxmpi._primitive import counts as by_counts

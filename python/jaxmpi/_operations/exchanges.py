@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import batched, depends_on, dependent_zeros
+from jaxmpi._jax.dependence import batched, dependent_zeros, depends_on
 from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing

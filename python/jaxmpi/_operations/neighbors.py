@@ -90,7 +90,7 @@ def _plan(pattern: Neighbors, rank: int, avals: tuple[Any, ...], adjoint: bool) 
     return plans.make(rank, avals, moves, results=results, combines=combines, zeroed=True, signature=signature)
 
 
-def of(comm: Any, operation: str) -> tuple[Edges, Edges]:
+def edges_of(comm: Any, operation: str) -> tuple[Edges, Edges]:
     """Sources and destinations. Raises ValueError for a communicator without neighbours."""
     kind = MPI.UNDEFINED if comm is None else comm.Get_topology()
     if kind == MPI.CART:
@@ -131,7 +131,7 @@ class NeighborCollective(ByPlan):
 
     def apply_to_neighbors(self, x: Any, comm: MPI.Comm | None, own_blocks: bool) -> Any:
         resolved = communicators.resolve(comm, self.shown)
-        sources, destinations = of(comm, self.shown)
+        sources, destinations = edges_of(comm, self.shown)
         leaves, names, structure = arguments.leaves(x, self.shown, "x")
         for leaf, name in zip(leaves, names, strict=True) if own_blocks else ():
             if leaf.ndim == 0 or leaf.shape[0] != len(destinations):

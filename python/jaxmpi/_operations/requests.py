@@ -197,7 +197,9 @@ class Wait(Operation[Waiting]):
     def divide(self, params: Waiting, operands: Arrays) -> tuple[list[Any], list[list[Any]]]:
         """The requests, and the ends of each that are known at run time."""
         rest = iter(operands[len(params.started) :])
-        return list(operands[: len(params.started)]), [[next(rest) for _ in range(w.traced_envelope)] for w in params.started]
+        return list(operands[: len(params.started)]), [
+            [next(rest) for _ in range(w.traced_envelope)] for w in params.started
+        ]
 
     def jvp(self, primals: Arrays, tangents: Arrays, params: Waiting) -> tuple[list[Any], list[Any]]:
         """Tangents are those of the requests that have one, which have been started where it is taken."""

@@ -39,7 +39,7 @@ def static(x: CommOrOp) -> CommOrOp:
             f"static: a communicator or an operation of mpi4py is needed, such as MPI.COMM_WORLD or MPI.SUM, got {x!r} "
             f"of type {type(x).__name__}."
         )
-    return x if isinstance(x, static_arguments.Static) else static_arguments.of(x, lifetime)
+    return x if isinstance(x, static_arguments.Static) else static_arguments.make(x, lifetime)
 
 
 def has_cuda_support() -> bool:

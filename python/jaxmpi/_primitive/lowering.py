@@ -111,7 +111,8 @@ class Lowered(primitives.Primitive, Generic[P]):
         from_types = self.static_attributes(operands, params)
         dtype = operands[0].dtype if operands else None
         return {
-            name: _attribute(name, kind, params, from_types, dtype) for name, kind in OPERATIONS[self.core_name].attributes
+            name: _attribute(name, kind, params, from_types, dtype)
+            for name, kind in OPERATIONS[self.core_name].attributes
         }
 
     def add_site(self, operands: Sequence[Any], params: P, site: str) -> None:
