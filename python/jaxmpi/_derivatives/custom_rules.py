@@ -36,7 +36,7 @@ from jaxmpi._primitive.effect import (
 def differentiate_custom_jvp(
     own: Any, trace: Any, primitive: Any, function: Any, rule: Any, tracers: Any, *more: Any, **options: Any
 ) -> Any:
-    """Gives all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
+    """Give all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
 
     If all of them have tangents already the rule is not traced to ask whether it communicates: JAX calls it anyway.
     """
@@ -68,7 +68,7 @@ def differentiate_custom_vjp(
     *more: Any,
     **options: Any,
 ) -> Any:
-    """Gives one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
+    """Give one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
 
     def call(tracers: Any) -> Any:
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)
@@ -99,7 +99,7 @@ def differentiate_custom_vjp(
 def _asked(
     trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
 ) -> bool | None:
-    """Whether a function or its rule communicates; None if tracing them fails."""
+    """Return whether a function or its rule communicates; None if tracing them fails."""
     avals = [jax.typeof(x) for x in tracers]
     answers, key = _answers_for(function, rule, [*of, *avals])
     if (asked := answers.get(key)) is None:
@@ -115,8 +115,8 @@ def _asked(
 
 
 def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
-    """The cached answers for a function and its rule, and the key for these operands; an empty cache if the answer may
-    depend on more than the operands and their structure."""
+    """Return the cached answers for a function and its rule, and the key for these operands; an empty cache if the
+    answer may depend on more than the operands and their structure."""
     structure = [x for _, params in function.transforms for x in params]
     if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
         with contextlib.suppress(TypeError):  # no weak references to these functions
@@ -140,7 +140,7 @@ def _refuse_if_none(possible: list[int]) -> list[int]:
 
 
 def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
-    """Whether the rule of a `jax.custom_jvp` function communicates."""
+    """Return whether the rule of a `jax.custom_jvp` function communicates."""
 
     def with_tangents(*xs: Any) -> Any:
         return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
@@ -149,7 +149,7 @@ def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
-    """Whether the rules of a `jax.custom_vjp` function communicate."""
+    """Return whether the rules of a `jax.custom_vjp` function communicate."""
     try:
         traced, results = jax.make_jaxpr(
             lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, False)]), return_shape=True
@@ -167,7 +167,8 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
 
 
 def pullback_communicates(avals: Sequence[Any], params: JaxParams) -> bool:
-    """Whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
+    """Return whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is
+    transposed.
 
     If so it gets the effect, and is transposed even if nothing depends on it. A rule that looks at values counts as
     communicating.
@@ -191,7 +192,7 @@ _LOOKS_AT_VALUES = (
 
 
 def rules_communicate(around: Any, jaxpr: Any) -> bool:
-    """Whether a computation, which does not communicate, calls a function with a derivative rule that does.
+    """Return whether a computation, which does not communicate, calls a function with a derivative rule that does.
 
     `around`: the trace outside the one that differentiates, or any other that may be used to trace the rule.
     """
@@ -199,7 +200,7 @@ def rules_communicate(around: Any, jaxpr: Any) -> bool:
 
 
 def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
-    """Whether one equation of such a computation calls a function with a derivative rule that communicates."""
+    """Return whether one equation of such a computation calls a function with a derivative rule that communicates."""
     known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[which]
     if which not in known:
         if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
@@ -210,7 +211,7 @@ def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
 
 
 def derivative_communicates(around: Any, params: JaxParams) -> bool:
-    """Whether the computations inside an equation with these parameters call such a function."""
+    """Return whether the computations inside an equation with these parameters call such a function."""
     return any(rules_communicate(around, inner) for inner in jaxprs.inner_jaxprs(params))
 
 

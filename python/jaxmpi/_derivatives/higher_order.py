@@ -50,8 +50,9 @@ from jaxmpi._primitive.operation import in_derivative, is_ours
 def _operand_to_differentiate(
     trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
 ) -> list[int]:
-    """An operand that is made to depend on the differentiated inputs, among those from `start` to `stop`: one with a tangent if
-    possible; none if no operand can have one. `requests`: also one that may be a request, without tangent."""
+    """Return an operand that is made to depend on the differentiated inputs, among those from `start` to `stop`: one
+    with a tangent if possible; none if no operand can have one. `requests`: also one that may be a request, without
+    tangent."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if internals.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
     others = possible if requests else [i for i in possible if not may_be_request(tracers[i])]
@@ -59,7 +60,8 @@ def _operand_to_differentiate(
 
 
 def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
-    """An operand of a higher-order primitive that is made to depend on the differentiated inputs; none if it needs a dummy operand.
+    """Return an operand of a higher-order primitive that is made to depend on the differentiated inputs; none if it
+    needs a dummy operand.
 
     It is no request, whose tangent would start its adjoint. A dummy operand is also needed if there are derivatives
     inside, for their values must depend on what is differentiated, too.
@@ -74,7 +76,7 @@ _trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("trace_w
 
 
 def _has_derivatives(params: JaxParams) -> bool:
-    """Whether a computation inside contains derivatives of communication."""
+    """Return whether a computation inside contains derivatives of communication."""
     for inner in jaxprs.inner_jaxprs(params):
         for equation in inner.eqns:
             more = equation.params
@@ -86,13 +88,13 @@ def _has_derivatives(params: JaxParams) -> bool:
 
 
 def _dummy_operand(trace: Any) -> Any:
-    """A number without meaning that, like its tangent, depends on what is differentiated."""
+    """Return a number without meaning that, like its tangent, depends on what is differentiated."""
     (tracer,) = make_operands_depend(trace, [ZERO], [0], "what")
     return make_value_depend(trace, tracer)
 
 
 def _differentiate_inside(own: Callable[..., Any], *args: Any, place: int | None = None) -> Any:
-    """Differentiates a higher-order primitive. `place`: of the dummy operand among the operands with tangents."""
+    """Differentiate a higher-order primitive. `place`: of the dummy operand among the operands with tangents."""
     with during(inside_higher_order, True), during(place_of_dummy, place):
         return own(*args)
 
@@ -132,7 +134,7 @@ def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, par
 
 
 def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Makes an operand of a linear solve's matrix and one of its right-hand side depend on the differentiated inputs.
+    """Make an operand of a linear solve's matrix and one of its right-hand side depend on the differentiated inputs.
 
     The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
     of the derivative maps its solve, and with it what the matrix communicates: see
@@ -156,13 +158,13 @@ def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: A
 
 
 def _refuse_custom_vmap(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> None:
-    """Refuses it: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
+    """Refuse it: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
     raise unsupported("a function with jax.custom_batching.custom_vmap")
 
 
 def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Differentiates a primitive represented by an object, since JAX 0.9. All operands of a root get tangents, since
-    its derivative depends on which of them have some."""
+    """Differentiate a primitive represented by an object, since JAX 0.9. All operands of a root get tangents, since its
+    derivative depends on which of them have some."""
     which = internals.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
         raise unsupported(type(params["_prim"]).__name__)
@@ -200,7 +202,7 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 def _differentiate_dependence(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Makes a derivative that is differentiated again a value: see `make_value_depend`."""
+    """Make a derivative that is differentiated again a value: see `make_value_depend`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
     return make_value_depend(trace, own(trace, primitive, tracers, params))
@@ -240,8 +242,8 @@ def differentiate(
 def differentiate_call(
     own: Callable[..., Any], trace: Any, primitive: Any, function: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Differentiates what is called in the place of the call. The trace that JAX starts for it would have those
-    operands alone as differentiated inputs that have tangents, and there may be none."""
+    """Differentiate what is called in the place of the call. The trace that JAX starts for it would have those operands
+    alone as differentiated inputs that have tangents, and there may be none."""
     inputs_of(trace)
     if not communicates_when_called(function, map(jax.typeof, tracers)):
         return own(trace, primitive, function, tracers, params)

@@ -34,7 +34,7 @@ HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", 
 
 
 def install(check: Callable[[], None]) -> None:
-    """Installs the hooks. `check` is called before anything that communicates is differentiated, and may raise."""
+    """Install the hooks. `check` is called before anything that communicates is differentiated, and may raise."""
     effect.check = check
     for hook in HOOKS if internals.KEEPS_EFFECTS else _REFUSALS:
         internals.replace(*hook)

@@ -41,7 +41,7 @@ _places: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
 
 def without_dummy(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that is called for each equation, and may start traces, which have no dummy operand."""
+    """Return a hook that is called for each equation, and may start traces, which have no dummy operand."""
 
     @functools.wraps(hook)
     def call(*args: Any, **options: Any) -> Any:
@@ -61,7 +61,8 @@ def inputs_of(trace: Any) -> tuple[Any, ...]:
 
 
 def _as_one_number(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
-    """A number that depends on all values of the differentiated inputs, or on all their tangents, made in the trace that is current.
+    """Return a number that depends on all values of the differentiated inputs, or on all their tangents, made in the
+    trace that is current.
 
     What depends on it then needs one operand, not one for each input.
     """
@@ -82,14 +83,14 @@ def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
 
 
 def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Whether one of them has a tangent."""
+    """Return whether one of them has a tangent."""
     return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
 
 
 def make_operands_depend(
     trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True
 ) -> list[Any]:
-    """The operands of a primitive, some of them with tangents that are linear in all differentiated inputs.
+    """Return the operands of a primitive, some of them with tangents that are linear in all differentiated inputs.
 
     Args:
       trace: the trace that differentiates.
@@ -121,7 +122,7 @@ inside_higher_order: contextvars.ContextVar[bool] = contextvars.ContextVar("insi
 
 
 def make_value_depend(trace: Any, tracer: Any) -> Any:
-    """A tracer with the value of another, which depends on the differentiated inputs.
+    """Return a tracer with the value of another, which depends on the differentiated inputs.
 
     A `vmap` that maps the values of the differentiated inputs maps it, and so does any other `vmap` that does not map their tangents:
     on another rank the value may depend on what it maps.

@@ -33,7 +33,7 @@ from jaxmpi._primitive.operation import is_ours
 def keep_equation(
     own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any
 ) -> Any:
-    """Keeps an equation that communicates, also where no result of it is used."""
+    """Keep an equation that communicates, also where no result of it is used."""
     equation = own(trace, tracers, results, primitive, params, *more)
     if EFFECT in equation.effects:
         trace.effect_handles.append(partial_eval.EffectHandle(list(tracers), equation))
@@ -41,7 +41,7 @@ def keep_equation(
 
 
 def keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
-    """Keeps a checkpoint with the effect: JAX drops one without operands and used results, whatever its effects."""
+    """Keep a checkpoint with the effect: JAX drops one without operands and used results, whatever its effects."""
     inputs, kept = own(*args)
     equation = args[-1]  # before it: which results are used and, since JAX 0.12, which operands are live
     if kept is None and EFFECT in equation.effects:
@@ -86,14 +86,14 @@ trace, so nothing else keeps them."""
 
 
 def trace_to_jaxpr(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
-    """Finds out for which of the purposes JAX calls this function. `_contract` tests the guess."""
+    """Find out for which of the purposes JAX calls this function. `_contract` tests the guess."""
     transposing = instantiate is True and not any(value.is_known() for value in values)
     with during(_purpose, _Purpose.TRANSPOSITION if transposing else _Purpose.HOISTING):
         return own(function, values, instantiate)
 
 
 def round_real_residuals(own: Callable[..., Any], jaxpr: Any, count: int) -> Any:
-    """Rounds the real ones among the residuals of a checkpoint, its last `count` results, to their own precision. JAX
+    """Round the real ones among the residuals of a checkpoint, its last `count` results, to their own precision. JAX
     would round complex numbers as well, for which it has no such operation."""
     split = len(jaxpr.outvars) - count
     kept = jaxpr.outvars[split:]
@@ -130,7 +130,7 @@ def new_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
 def partially_evaluate(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Keeps what communicates where it stands: out of what is hoisted, and in what is transposed."""
+    """Keep what communicates where it stands: out of what is hoisted, and in what is transposed."""
     if not hasattr(trace, _PURPOSE) or not (
         is_ours(primitive) or communicates(params) or unreported.communicates(primitive, tracers, params)
     ):
@@ -165,7 +165,7 @@ def partially_evaluate_custom_rule(
 
 
 def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> list[Any]:
-    """Puts an equation into the unknown part, which is executed later, even if its operands are known."""
+    """Put an equation into the unknown part, which is executed later, even if its operands are known."""
     if tracers:
         return trace.default_process_primitive(primitive, [trace.instantiate_const(x) for x in tracers], params)
     avals, effects = primitive.abstract_eval(**params)

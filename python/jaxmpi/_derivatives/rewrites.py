@@ -24,8 +24,8 @@ def with_parameter_of_call(params: JaxParams) -> JaxParams:
 
 
 def with_parameter(jaxpr: Any) -> Any:
-    """A jaxpr with one more parameter, the first, which is not used. It is cached by the original one, since JAX caches
-    compiled code by the identity of jaxprs."""
+    """Return a jaxpr with one more parameter, the first, which is not used. It is cached by the original one, since JAX
+    caches compiled code by the identity of jaxprs."""
     if (known := _jaxprs_with_parameter.get(jaxpr)) is not None:
         return known
     if jaxprs.open_jaxpr(jaxpr) is not jaxpr:
@@ -42,7 +42,7 @@ _jaxprs_with_parameter: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyD
 
 
 def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> list[Any]:
-    """A scan with these parameters that carries one more number. Returns that number and the scan's results."""
+    """Return a scan with these parameters that carries one more number. Return that number and the scan's results."""
     constants, carried = jaxprs.parts_of_scan(params)
     consts, init, xs = (
         operands[:constants],
@@ -63,7 +63,7 @@ def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> li
 
 
 def with_carry(equation: Any, which: int) -> list[Any]:
-    """The equations of a scan that carries one more number, which is linear in the operand `which`."""
+    """Return the equations of a scan that carries one more number, which is linear in the operand `which`."""
 
     def scan(*operands: Any) -> Any:
         more = depends_on(None, [operands[which]], like=ZERO)
@@ -81,8 +81,8 @@ def with_carry(equation: Any, which: int) -> list[Any]:
 
 
 def _as_linear_as(made: Any, equation: Any) -> Any:
-    """A rewritten scan, with one more carried value, that says of its operands what `equation` says: which of them
-    are linear, and with known constants before linear ones. JAX up to 0.9 transposes no other."""
+    """Return a rewritten scan, with one more carried value, that says of its operands what `equation` says: which of
+    them are linear, and with known constants before linear ones. JAX up to 0.9 transposes no other."""
     if "linear" not in made.params:
         return made
     params = made.params
@@ -105,7 +105,7 @@ def _in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def with_output(jaxpr: Any, which: int) -> Any:
-    """A jaxpr that also returns one of its arguments."""
+    """Return a jaxpr that also returns one of its arguments."""
     return jaxprs.change_open(jaxpr, lambda jaxpr: with_results(jaxpr, [jaxpr.invars[which]]))
 
 
@@ -114,7 +114,7 @@ def with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
 
 
 def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
-    """A jaxpr that also returns all results of these of its equations, and how many they are."""
+    """Return a jaxpr that also returns all results of these of its equations, and how many they are."""
     equations = list(jaxpr.eqns)
     for i in which:
         names = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equations[i].outvars]
@@ -124,7 +124,7 @@ def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
 
 
 def without_results(jaxpr: Any, count: int) -> Any:
-    """A jaxpr that returns all but the last results."""
+    """Return a jaxpr that returns all but the last results."""
     return _returning(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - count])
 
 
@@ -133,8 +133,8 @@ def _returning(jaxpr: Any, results: Sequence[Any]) -> Any:
 
 
 def that_depends_on_arguments(closed: Any, constants: int) -> Any:
-    """A closed jaxpr in which everything communicated depends on the arguments after the first `constants`. It is
-    cached by the original one, since JAX caches compiled code by the identity of jaxprs."""
+    """Return a closed jaxpr in which everything communicated depends on the arguments after the first `constants`. It
+    is cached by the original one, since JAX caches compiled code by the identity of jaxprs."""
     if closed is None or EFFECT not in closed.effects:
         return closed
     made = _jaxprs_that_depend.setdefault(closed, {})
@@ -155,8 +155,8 @@ _jaxprs_that_depend: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.
 
 
 def _evaluate_depending(closed: Any, args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that depends
-    on the differentiated inputs."""
+    """Return the results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that
+    depends on the differentiated inputs."""
     evaluate = functools.partial(_evaluate_depending, inputs=inputs)
     jaxpr = jaxprs.open_jaxpr(closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*jaxprs.constants(closed), *args), strict=True))
@@ -195,8 +195,7 @@ def _rewrite_scan(evaluate: Any, params: Any, operands: Any) -> Any:
 
 
 def _rewrite_while(evaluate: Any, params: Any, operands: Any) -> Any:
-    """Binds the rewritten primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop`
-    refuses."""
+    """Bind the rewritten primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop` refuses."""
     inputs = evaluate.keywords["inputs"]
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
 

@@ -25,7 +25,7 @@ def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, cts: Any, **more: Any) -> Any:
-    """Transposes a computation with one more result, the dual of what a trace that differentiates does.
+    """Transpose a computation with one more result, the dual of what a trace that differentiates does.
 
     There each operand depends on all inputs; here the additional result depends on all results of operations, so that
     all their cotangents depend on its cotangent. So what maps a cotangent on one rank maps it on all.
@@ -54,7 +54,7 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
 
 
 def _makes_constant_depend(equation: Any) -> bool:
-    """Whether an equation makes a constant depend on the argument of a function that is transposed, as
+    """Return whether an equation makes a constant depend on the argument of a function that is transposed, as
     `partially_evaluate` does."""
     params = equation.params
     return equation.primitive is depends_on_p and params["has_value"] and not params["always"] and not params["unless"]
@@ -65,8 +65,8 @@ _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradA
 
 
 def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
-    """A jaxpr with one more result, which is linear in the results of everything that communicates. `linear` are the
-    arguments in which the computation is linear."""
+    """Return a jaxpr with one more result, which is linear in the results of everything that communicates. `linear` are
+    the arguments in which the computation is linear."""
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
@@ -88,8 +88,8 @@ def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
 
 
 def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
-    """The equations for a nested call, branch or loop. If it has no differentiable result it also returns one of the
-    values in which it is linear."""
+    """Return the equations for a nested call, branch or loop. If it has no differentiable result it also returns one of
+    the values in which it is linear."""
     possible = [
         i
         for i, x in enumerate(equation.invars)

@@ -34,12 +34,12 @@ _staged = _Staged()
 
 
 def report_effects() -> None:
-    """Makes every primitive report the effect of the functions that its abstract evaluation traces."""
+    """Make every primitive report the effect of the functions that its abstract evaluation traces."""
     internals.replace(partial_eval, "_cached_abstract_eval", "", _evaluate)
 
 
 def report_effect_of(primitive: Any, communicates: Callable[[Sequence[Any], dict[str, Any]], bool]) -> None:
-    """Makes a primitive of JAX report the effect for the operands and parameters with which it communicates."""
+    """Make a primitive of JAX report the effect for the operands and parameters with which it communicates."""
     own = getattr(primitive.abstract_eval, "jaxmpi_own", primitive.abstract_eval)
 
     def evaluate(*avals: Any, **params: Any) -> Any:
@@ -75,12 +75,12 @@ def _evaluate_and_report(own: Callable[..., Any], /, *avals: Any, **params: Any)
 
 
 def communicates(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Whether a primitive of another library communicates with these operands."""
+    """Return whether a primitive of another library communicates with these operands."""
     return primitive in _unreporting and EFFECT in primitive.abstract_eval(*map(jax.typeof, operands), **params)[1]
 
 
 def differentiated_operands(primitive: Any, params: dict[str, Any]) -> list[int] | None:
-    """The operands that can have tangents; None if it is not known how the primitive is differentiated.
+    """Return the operands that can have tangents; None if it is not known how the primitive is differentiated.
 
     Known is lineax's solver, also under `jax.vmap`: its operator and its right-hand side can have tangents, its state
     and its options cannot. How it is differentiated depends on which operands have tangents, so all that can get one.

@@ -22,7 +22,7 @@ solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", defaul
 def depends_on(
     value: Any, inputs: Sequence[Any], *, like: Any = None, always: bool = False, unless: Sequence[Any] = ()
 ) -> Any:
-    """A value that JAX treats as a linear function of itself and of some inputs. It is not computed with them.
+    """Return a value that JAX treats as a linear function of itself and of some inputs. It is not computed with them.
 
     So a tangent of an input gives the result a tangent, and a cotangent of the result gives each input a cotangent; the
     additional ones are zeros.
@@ -45,12 +45,12 @@ def depends_on(
 
 
 def dependent_zeros(inputs: Sequence[Any], like: Any) -> Any:
-    """Zeros of the shape and dtype of `like`, which JAX treats as a linear function of the inputs."""
+    """Return zeros of the shape and dtype of `like`, which JAX treats as a linear function of the inputs."""
     return depends_on(None, inputs, like=like)
 
 
 def zero_cotangent(like: Any) -> Any:
-    """Zeros as a missing cotangent, which depend on all cotangents with which the transposition was started
+    """Return zeros as a missing cotangent, which depend on all cotangents with which the transposition was started
     (_derivatives/transposition.py)."""
     return depends_on(None, cotangents.get(), like=like, always=not solving.get())
 

@@ -42,7 +42,7 @@ ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use 
 
 
 def check_outside(operation: str) -> None:
-    """Raises TypeError where a function is being traced: what it does would be done once, and not in each call."""
+    """Raise TypeError where a function is being traced: what it does would be done once, and not in each call."""
     if not trace_state_clean():
         raise TypeError(
             f"{operation}: it is called in a function that JAX is tracing, for jit, grad or vmap: call it outside, and "
@@ -96,7 +96,7 @@ if numbers(jax.__version__) > numbers(NEWEST_TRIED):
 
 
 def permit_effect(kind: type) -> None:
-    """Permits effects of this class to order computations, in control flow, custom derivatives and checkpoints too."""
+    """Permit effects of this class to order computations, in control flow, custom derivatives and checkpoints too."""
     for permission in _PERMISSIONS:
         permission.add_type(kind)
 
@@ -104,7 +104,7 @@ def permit_effect(kind: type) -> None:
 def define_primitive(
     primitive: Primitive, abstract_eval: Callable[..., Any], effectful: bool, implementation: Callable[..., Any]
 ) -> None:
-    """Gives a primitive its abstract evaluation and its eager implementation."""
+    """Give a primitive its abstract evaluation and its eager implementation."""
     if effectful:
         primitive.def_effectful_abstract_eval(abstract_eval)
     else:
@@ -113,17 +113,18 @@ def define_primitive(
 
 
 def traceback() -> Any:
-    """The traceback of the operation that is being traced: of the original one, if JAX evaluates it once more."""
+    """Return the traceback of the operation that is being traced: of the original one, if JAX evaluates it once
+    more."""
     return source_info_util.current().traceback
 
 
 def keep(primitive: Primitive) -> None:
-    """Makes dead code elimination keep a primitive that has no effect."""
+    """Make dead code elimination keep a primitive that has no effect."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
 def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
-    """Replaces a function `own(...)` of JAX by `instead(own, ...)`.
+    """Replace a function `own(...)` of JAX by `instead(own, ...)`.
 
     Args:
       owner: a class or module of JAX.
@@ -152,7 +153,7 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
 
 
 def pass_token_when_compiled(effect: Effect) -> None:
-    """Makes `f.lower(x).compile()` pass on the token of this effect in every call.
+    """Make `f.lower(x).compile()` pass on the token of this effect in every call.
 
     JAX uses its fast path from the second call on, and leaves the token out there. A version of JAX without the method
     replaced here has another way of calling, and is left as it is.
@@ -168,14 +169,14 @@ def pass_token_when_compiled(effect: Effect) -> None:
 
 
 def devices_of(ctx: Any) -> int:
-    """The number of devices for which a computation is lowered."""
+    """Return the number of devices for which a computation is lowered."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     return mesh.size if mesh is not None else getattr(context, "num_devices", 1)
 
 
 def spread(devices: int) -> str:
-    """What is wrong with a computation, or an array, of several devices, and what to do."""
+    """Return what is wrong with a computation, or an array, of several devices, and what to do."""
     if jax.process_count() == 1:
         return (
             f"spread over {devices} devices of this process, and a rank communicates from one. Gather its operands on "
@@ -195,12 +196,12 @@ def devices_of_array(x: Any) -> int:
 
 
 def no_trace() -> Any:
-    """A context in which computations are executed or traced as if outside of all traces."""
+    """Return a context in which computations are executed or traced as if outside of all traces."""
     return core.set_current_trace(core.eval_trace)
 
 
 def on_mesh(mesh: jax.sharding.Mesh) -> Any:
-    """A context in which this is the current mesh, whatever is set around it."""
+    """Return a context in which this is the current mesh, whatever is set around it."""
     name, owner = ("set_mesh", jax) if hasattr(jax, "set_mesh") else ("use_mesh", jax.sharding)  # JAX 0.6
     return getattr(owner, name)(mesh)
 
@@ -225,38 +226,39 @@ create_token = hlo.create_token
 
 
 def optimization_barrier(x: Any) -> Any:
-    """A value in the text of a computation that equals `x`, and behind which XLA does not see what `x` is made of."""
+    """Return a value in the text of a computation that equals `x`, and behind which XLA does not see what `x` is made
+    of."""
     return hlo.OptimizationBarrierOp([x]).results[0]
 
 
 def zero_tangent(x: Any) -> Any:
-    """A symbolic zero as the tangent of `x`."""
+    """Return a symbolic zero as the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
 
 
 def weak(x: Any) -> Any:
-    """The array as one that takes the dtype of what it meets, as Python's numbers do."""
+    """Return the array as one that takes the dtype of what it meets, as Python's numbers do."""
     return lax._convert_element_type(x, weak_type=True)
 
 
 def inexact(x: Any) -> bool:
-    """Whether `x`, a value or its type, has a dtype that can be differentiated: floating-point or complex."""
+    """Return whether `x`, a value or its type, has a dtype that can be differentiated: floating-point or complex."""
     dtype = getattr(x if hasattr(x, "dtype") else jax.typeof(x), "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
 def inexact_among(xs: Iterable[Any]) -> list[int]:
-    """The indices of those that can be differentiated."""
+    """Return the indices of those that can be differentiated."""
     return [i for i, x in enumerate(xs) if inexact(x)]
 
 
 def without_constant_folding() -> Any:
-    """A context in which operations are staged even if all operands are known, whatever is set around it."""
+    """Return a context in which operations are staged even if all operands are known, whatever is set around it."""
     return config.eager_constant_folding(False)
 
 
 def without_leak_checks() -> Any:
-    """A context in which `jax.checking_leaks` is off."""
+    """Return a context in which `jax.checking_leaks` is off."""
     return config.check_tracer_leaks(False)
 
 
@@ -265,7 +267,7 @@ def is_tracer(x: Any) -> bool:
 
 
 def distrust_cached_programs() -> None:
-    """Turns off JAX's compilation cache with JAX 0.6: no program is taken from it or written to it from now on.
+    """Turn off JAX's compilation cache with JAX 0.6: no program is taken from it or written to it from now on.
 
     There a loop that communicates returned zeros when it came from the cache: with 0.6.0, not with 0.7 or newer.
     """

@@ -35,13 +35,13 @@ _repeating = threading.local()
 
 
 def _not_repeated() -> None:
-    """Raises where JAX executes on this rank again what has been executed on all."""
+    """Raise where JAX executes on this rank again what has been executed on all."""
     if getattr(_repeating, "on", False):
         raise FloatingPointError(REPEATED)
 
 
 def guard_repetitions(effect: Effect) -> None:
-    """Makes JAX's second execution of a function, after a NaN, raise before it communicates.
+    """Make JAX's second execution of a function, after a NaN, raise before it communicates.
 
     Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager
     operations and functions compiled by `jaxmpi.jit` by `_new_token`, the others by `guard_calls_of_jax`.
@@ -63,7 +63,7 @@ def guard_repetitions(effect: Effect) -> None:
 
 
 def guard_calls_of_jax(effect: Effect) -> None:
-    """Makes calls of plain `jax.jit` take no token for the effect while JAX repeats a function, and none that failed.
+    """Make calls of plain `jax.jit` take no token for the effect while JAX repeats a function, and none that failed.
 
     JAX would pass the token of a failed computation to all computations that come after it, and execute none of them.
     """
@@ -83,7 +83,7 @@ def guard_calls_of_jax(effect: Effect) -> None:
 
 
 def refuse_communicating_conditions(effect: Effect) -> None:
-    """Makes `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
+    """Make `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
     rules = checkify.error_checks
     own = getattr(rules[while_p], "jaxmpi_own", rules[while_p])
 
@@ -100,7 +100,7 @@ def refuse_communicating_conditions(effect: Effect) -> None:
 
 
 def repeats_backward_pass() -> bool:
-    """Whether JAX is about to execute a backward pass again, since its compiled one has made a NaN."""
+    """Return whether JAX is about to execute a backward pass again, since its compiled one has made a NaN."""
     error = getattr(api_util, "InternalFloatingPointError", None)
     handled = sys.exc_info()[0]
     return error is not None and handled is not None and issubclass(handled, error)
@@ -111,7 +111,7 @@ def _first_array() -> Any:
 
 
 def _new_token(effect: Effect) -> Any:
-    """Makes a runtime token for this thread whose array can be an operand of compiled code.
+    """Make a runtime token for this thread whose array can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but in some versions with the layout of an XLA token. So ours are marked,
     by the attribute `pending`, in which the core keeps whether the computation can have failed since its call returned.
@@ -133,12 +133,12 @@ def _new_token(effect: Effect) -> Any:
 
 
 def _several_devices() -> bool:
-    """Whether this process has several devices, of one platform or, as with every GPU, of several."""
+    """Return whether this process has several devices, of one platform or, as with every GPU, of several."""
     return sum(backend.local_device_count() for backend in xla_bridge.backends().values()) > 1
 
 
 def _heal(token: Any, failed: bool) -> None:
-    """Replaces a token's array if its computation has failed, or if it is committed to a device.
+    """Replace a token's array if its computation has failed, or if it is committed to a device.
 
     An array gets committed to a device if the operands of its computation were, and JAX would refuse the next
     computation if its operands are committed to another one. So the next computation takes the same array, not
@@ -165,13 +165,13 @@ def note_failures() -> None:
 
 
 def noted_failures() -> list[jax.errors.JaxRuntimeError]:
-    """The errors noted since this thread's last `note_failures`, which ends."""
+    """Return the errors noted since this thread's last `note_failures`, which ends."""
     *_noting.lists, noted = _noting.lists
     return list(noted)
 
 
 def _failed(wait: Callable[[], Any]) -> bool:
-    """Waits for a computation and returns whether it failed, with a warning; its results raise the error.
+    """Wait for a computation and returns whether it failed, with a warning; its results raise the error.
 
     JAX would make the next computation fail too, without executing it, while the other ranks wait for it.
     """
@@ -201,22 +201,22 @@ error_of_program: Callable[[jax.errors.JaxRuntimeError], Exception] = _as_it_is
 
 
 def _as_error(raised: BaseException, failed: bool) -> BaseException:
-    """What a call raises in place of `raised`. JAX's quickest way of calling a program raises ValueError instead of its
-    own error; `failed`: it is of an operation."""
+    """Return what a call raises in place of `raised`. JAX's quickest way of calling a program raises ValueError instead
+    of its own error; `failed`: it is of an operation."""
     if failed and isinstance(raised, ValueError):
         raised = jax.errors.JaxRuntimeError(str(raised))
     return error_of_program(raised) if isinstance(raised, jax.errors.JaxRuntimeError) else raised
 
 
 def wait_and_raise() -> None:
-    """Waits for this thread's last computation. Raises its error."""
+    """Wait for this thread's last computation. Raise its error."""
     for token in list(dispatch.runtime_tokens.current_tokens.values()):
         token.block_until_ready()
     jax.effects_barrier()
 
 
 def heal_all_threads() -> None:
-    """Waits for the last computation of each thread. No later computation knows of its error."""
+    """Wait for the last computation of each thread. No later computation knows of its error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for token in [*_tokens_of_ended_threads, *_tokens_of_threads.values()]:
@@ -235,7 +235,7 @@ def heal_all_threads() -> None:
 def with_runtime_token(
     effect: Effect, compute: Callable[..., Any], otherwise: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """A function of the arguments alone, which passes the runtime token of an effect from call to call.
+    """Return a function of the arguments alone, which passes the runtime token of an effect from call to call.
 
     Args:
       effect: an ordered effect; calls are in order with all computations that have it.
@@ -261,7 +261,7 @@ def with_runtime_token(
 
 
 def wait_for_all_threads() -> None:
-    """Waits for the last computation of each thread. Its results raise its error, not this function."""
+    """Wait for the last computation of each thread. Its results raise its error, not this function."""
     for token in [*_tokens_of_ended_threads, *_tokens_of_threads.values()]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             token.block_until_ready()

@@ -19,7 +19,7 @@ _KINDS = (TypeError, ValueError, ImportError, OSError)
 
 
 def capture(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `work` returns, or what it raises."""
+    """Return what `work` returns, or what it raises."""
     try:
         return work(), None
     except Exception as error:
@@ -27,7 +27,7 @@ def capture(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *numbers: int) -> list[int]:
-    """The sums of numbers over all ranks, modulo 2^64: one small reduction.
+    """Return the sums of numbers over all ranks, modulo 2^64: one small reduction.
 
     Raises an exception on all ranks if any has a failure: its own there, and on the others one of the same type, with
     the number of the first rank that has one.
@@ -41,7 +41,7 @@ def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *number
 
 
 def gather_objects(comm: MPI.Intracomm, value: T) -> list[T]:
-    """What each rank tells, any object, on all of them.
+    """Return what each rank tells, any object, on all of them.
 
     Raises MPI.Exception if a rank has died. Not by mpi4py's allgather: MPI_Allgatherv of Open MPI drops the error of
     its own broadcast, and what it then has not written would be unpickled before anybody asks for a death.
@@ -52,14 +52,15 @@ def gather_objects(comm: MPI.Intracomm, value: T) -> list[T]:
 
 
 def run_on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
-    """What `work` returns on this rank. An error of one rank is raised on all, as by `sums`."""
+    """Return what `work` returns on this rank. An error of one rank is raised on all, as by `sums`."""
     found, failure = capture(work)
     sums(comm, operation, failure)
     return cast(T, found)
 
 
 def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: int = 0) -> T:
-    """What `work` returns on the root, which alone calls it, on all ranks: one broadcast. All raise its error."""
+    """Return what `work` returns on the root, which alone calls it, on all ranks: one broadcast. All raise its
+    error."""
     found, failure = capture(work) if comm.rank == root else (None, None)
     failed, found = of_rank(comm, (failure is not None, found), root)
     if failed:
@@ -70,7 +71,7 @@ def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: in
 def on_root_with_all(
     comm: MPI.Intracomm, operation: str, value: T, failure: Exception | None, work: Callable[[list[T]], None]
 ) -> None:
-    """Lets root call `work` with what each rank has, any object: one gather and one broadcast. All raise root's error.
+    """Let root call `work` with what each rank has, any object: one gather and one broadcast. All raise root's error.
     Where a rank has a failure, root does not call it, and all raise that."""
     with failures.confirmed(comm):
         listed = comm.gather((failure is not None, value))
@@ -84,7 +85,7 @@ def on_root_with_all(
 
 
 def of_rank(comm: MPI.Intracomm, value: T, root: int = 0) -> T:
-    """What the root has, any object, on all ranks. Raises MPI.Exception if a rank has died."""
+    """Return what the root has, any object, on all ranks. Raise MPI.Exception if a rank has died."""
     with failures.confirmed(comm):
         return cast(T, comm.bcast(value, root))
 
@@ -95,7 +96,7 @@ def check_equal(
     work: Callable[[], tuple[T, Facts]],
     differs: Callable[[str, str, str], str],
 ) -> T:
-    """The first of what `work` returns on this rank; the second are facts that all ranks must have alike.
+    """Return the first of what `work` returns on this rank; the second are facts that all ranks must have alike.
 
     An error of one rank is raised on all. So is a ValueError if a rank has other facts than rank 0, whose text there is
     `differs(what, mine, of rank 0)`. It is one small reduction where all is well: the facts themselves travel where

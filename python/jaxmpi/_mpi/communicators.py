@@ -58,7 +58,7 @@ class Communicator(Local):
         return f"Communicator(rank {self.rank} of {self.size})"
 
     def alive(self) -> bool:
-        """Whether it has not been freed."""
+        """Return whether it has not been freed."""
         _forget_freed()
         return _known.get(self.number) is self
 
@@ -68,7 +68,7 @@ _known: dict[int, Communicator] = {}
 
 
 def _forget_freed() -> None:
-    """Drops what is kept for communicators that have been freed: no call finds it any more."""
+    """Drop what is kept for communicators that have been freed: no call finds it any more."""
     for number in _core.take_freed():
         if (freed := _known.pop(number, None)) is not None:
             freed.programs = None
@@ -79,8 +79,8 @@ _given_up: set[int] = set()
 
 
 def give_up(comm: MPI.Comm) -> int:
-    """Ends all that is done on a communicator that is revoked: what was compiled for it raises, and no request of it is
-    in flight any more. Returns how many were."""
+    """End all that is done on a communicator that is revoked: what was compiled for it raises, and no request of it is
+    in flight any more. Return how many were."""
     if (found := _core.communicator(handle_of(comm))) is None:
         return 0
     _given_up.add(found[0])
@@ -90,12 +90,12 @@ def give_up(comm: MPI.Comm) -> int:
 
 
 def of_number_in_text(number: int) -> Communicator | None:
-    """The communicator that the text of an error names: by the lower bits of its number."""
+    """Return the communicator that the text of an error names: by the lower bits of its number."""
     return next((comm for comm in _known.values() if comm.number & _IN_TEXT == number), None)
 
 
 def was_given_up(number: int) -> bool:
-    """Whether the communicator that the text of an error names has been given up."""
+    """Return whether the communicator that the text of an error names has been given up."""
     return any(its & _IN_TEXT == number for its in _given_up)
 
 
@@ -107,7 +107,7 @@ def known() -> list[Communicator]:
 
 
 def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
-    """Raises ValueError if the communicator that something was made with has been freed, or given up."""
+    """Raise ValueError if the communicator that something was made with has been freed, or given up."""
     if comm == MPI.COMM_NULL:
         raise ValueError(
             f"{operation}: the communicator of the {made} has been freed. Make the {made} with a live one, and free it "
@@ -121,7 +121,8 @@ def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
 
 
 def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
-    """The communicator of a call. `name`: of a new one, by which its ranks compare their calls, alike on all of them.
+    """Return the communicator of a call. `name`: of a new one, by which its ranks compare their calls, alike on all of
+    them.
 
     Raises TypeError if `comm` is not an mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
     """
@@ -177,7 +178,7 @@ _THREAD = threading.get_ident()
 
 
 def _compare(number: int, comm: MPI.Comm, name: int = 0) -> None:
-    """Lets the ranks of a communicator compare its first collectives, if they agreed to and are those of COMM_WORLD."""
+    """Let the ranks of a communicator compare its first collectives, if they agreed to and are those of COMM_WORLD."""
     if _default.calls == 0:
         return
     if threading.get_ident() != _THREAD:
@@ -191,7 +192,7 @@ def _compare(number: int, comm: MPI.Comm, name: int = 0) -> None:
 
 
 def _all_done(requests: list[MPI.Request], deadline: float) -> bool:
-    """Waits for requests until the deadline."""
+    """Wait for requests until the deadline."""
     while not (done := MPI.Request.Testall(requests)):
         if time.monotonic() > deadline:
             break
@@ -255,7 +256,7 @@ class _Default:
         self._stepping_in = threading.Lock()
 
     def leave_out(self, count: int) -> spares.Pool:
-        """The last `count` ranks are not in it, but spare."""
+        """Return the last `count` ranks are not in it, but spare."""
         MPI.Request.Waitall(self._requests)
         if self._settings[7] != count:
             raise ValueError(f"jaxmpi: JAXMPI_SPARES={count} on this rank, and {self._settings[7]} on another one")
@@ -275,7 +276,7 @@ class _Default:
         return self._resolved
 
     def chunk(self, ours: bool) -> int:
-        """The agreed chunk size, on our communicator or on another one.
+        """Return the agreed chunk size, on our communicator or on another one.
 
         Waits for the agreement, except for other communicators if this rank names no size: their ranks may never import
         the package.
@@ -288,7 +289,8 @@ class _Default:
         return int(self._settings[0]) if ours or self._settings[1] else 0
 
     def job(self) -> int | None:
-        """A number that all ranks of this job have, and no other job; None: not all of them have been heard yet."""
+        """Return a number that all ranks of this job have, and no other job; None: not all of them have been heard
+        yet."""
         with self._lock:
             known = not MPI.Is_finalized() and MPI.Request.Testall(self._requests)
         return int(self._settings[6]) if known else None
@@ -329,7 +331,7 @@ def _in_child_of_fork() -> None:
 
 
 def refuse_in_child_of_fork() -> None:
-    """Raises RuntimeError if this process has been forked by a rank, or if MPI has been finalized."""
+    """Raise RuntimeError if this process has been forked by a rank, or if MPI has been finalized."""
     _core.communicator(handle_of(MPI.COMM_SELF))
 
 
@@ -341,7 +343,7 @@ CHECK: bool
 
 
 def agree() -> None:
-    """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import. Opens
+    """Agree on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import. Opens
     this rank's timeline, whose file is named after what they agree on."""
     global _default, _pool, CHECK
     _check_spares()
@@ -363,7 +365,7 @@ def agree() -> None:
 
 
 def _check_spares() -> None:
-    """Raises RuntimeError or ValueError if there can be no spare ranks, or not so many."""
+    """Raise RuntimeError or ValueError if there can be no spare ranks, or not so many."""
     if SETTINGS.spares and not FAILURES["failed"]:
         raise RuntimeError(
             f"jaxmpi: JAXMPI_SPARES={SETTINGS.spares}: only a job that goes on after a death has spare ranks. Start it "
@@ -374,7 +376,7 @@ def _check_spares() -> None:
 
 
 def know() -> None:
-    """Registers the communicators that every run has: a program of an earlier run may use them before this run traces
+    """Register the communicators that every run has: a program of an earlier run may use them before this run traces
     anything. Not if ranks have not agreed yet."""
     if _default.agreed:
         for comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
@@ -383,12 +385,12 @@ def know() -> None:
 
 
 def default() -> Communicator:
-    """The communicator of calls without `comm`: one clone of COMM_WORLD."""
+    """Return the communicator of calls without `comm`: one clone of COMM_WORLD."""
     return _default.get()
 
 
 def replace_default(comm: MPI.Comm) -> None:
-    """Calls without `comm` use this one from now on."""
+    """Call without `comm` use this one from now on."""
     _default.replace(comm)
 
 
@@ -406,17 +408,17 @@ def repair(comm: MPI.Comm) -> tuple[MPI.Comm, int]:
 
 
 def is_spare() -> bool:
-    """Whether this rank is one that waits to take the number of another one."""
+    """Return whether this rank is one that waits to take the number of another one."""
     return _pool is not None and _pool.current == MPI.COMM_NULL
 
 
 def has_spares(comm: MPI.Comm) -> bool:
-    """Whether ranks of a communicator are spare."""
+    """Return whether ranks of a communicator are spare."""
     return _pool is not None and _pool.meets(comm)
 
 
 def has_stepped_in() -> bool:
-    """Whether this rank has been spare, and is not any more."""
+    """Return whether this rank has been spare, and is not any more."""
     return _pool is not None and _pool.stepped_in
 
 
@@ -427,5 +429,5 @@ def end() -> None:
 
 
 def default_mpi() -> MPI.Comm:
-    """The communicator of calls without `comm`, as an mpi4py communicator."""
+    """Return the communicator of calls without `comm`, as an mpi4py communicator."""
     return _default.mpi()

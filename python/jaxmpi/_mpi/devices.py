@@ -55,7 +55,7 @@ class Choice:
 
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether the MPI library can access the memory of a platform's devices, and what tells so."""
+    """Return whether the MPI library can access the memory of a platform's devices, and what tells so."""
     name = platform.lower()
     if "CRAY MPICH" in version:
         value = environment.get("MPICH_GPU_SUPPORT_ENABLED", "0")
@@ -84,7 +84,7 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
 
 
 def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]:
-    """The user's choice (on, off, or None) and the variable that makes it."""
+    """Return the user's choice (on, off, or None) and the variable that makes it."""
     applies = {"MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms, "MPI4JAX_USE_SYCL_MPI": "SYCL" in platforms}
     for name, value in settings.device_mpi.items():
         if applies.get(name, True):
@@ -93,7 +93,7 @@ def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]
 
 
 def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[str, str]:
-    """The way in which MPI is called for staged arrays, and the reason for it.
+    """Return the way in which MPI is called for staged arrays, and the reason for it.
 
     `survives`: the job goes on after a death, which then must be raised by the operation that has no result for it.
     """
@@ -112,7 +112,8 @@ def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[
 
 
 def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
-    """The platforms that decide, of those with a driver: JAX may use them and, of several drivers, they find a device.
+    """Return the platforms that decide, of those with a driver: JAX may use them and, of several drivers, they find a
+    device.
 
     All, if there are none.
     """
@@ -126,7 +127,7 @@ def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
 def choose(
     settings: Settings, environment: Mapping[str, str], jax_platforms: str | None, survives: bool = False
 ) -> Choice:
-    """Loads the installed drivers and decides.
+    """Load the installed drivers and decides.
 
     `environment`: for the variables of MPI libraries. `jax_platforms`: the platforms that JAX may use; None: all.
     `survives`: the job goes on after the death of a rank.
@@ -172,5 +173,5 @@ def choose(
 
 
 def count(platform: str) -> int:
-    """The number of devices of a platform that this process may use."""
+    """Return the number of devices of a platform that this process may use."""
     return int(_core.device_counts().get(platform, 0))

@@ -9,12 +9,12 @@ from jaxmpi._mpi.library import FAILURES
 
 
 def classes() -> set[int]:
-    """The classes of errors by which MPI tells of a death; none in a job that does not go on after one."""
+    """Return the classes of errors by which MPI tells of a death; none in a job that does not go on after one."""
     return {code for code in FAILURES.values() if code}
 
 
 def dead(comm: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of a communicator that are known to have died."""
+    """Return the ranks of a communicator that are known to have died."""
     try:
         failed, group = comm.Get_failed(), comm.Get_group()
         found = MPI.Group.Translate_ranks(failed, None, group)
@@ -26,7 +26,8 @@ def dead(comm: MPI.Comm) -> tuple[int, ...]:
 
 
 def is_broken(comm: MPI.Comm) -> bool:
-    """Whether it is revoked, or a rank of it has died. Collectives of Open MPI then fail with other classes, too."""
+    """Return whether it is revoked, or a rank of it has died. Collectives of Open MPI then fail with other classes,
+    too."""
     return bool(FAILURES["failed"]) and (bool(comm.Is_revoked()) or bool(dead(comm)))
 
 

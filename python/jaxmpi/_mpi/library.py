@@ -49,7 +49,7 @@ class Operation:
     shown: str
 
     def roles(self, written: bool, count: int) -> list[str]:
-        """The roles of `count` operands or results: `mpi` or `host`, by who uses them."""
+        """Return the roles of `count` operands or results: `mpi` or `host`, by who uses them."""
         named = [role for _, role in self.buffers if ("write" in role) == written]
         lists = [role for role in named if role.endswith("_each")]
         each = count - len(named) + len(lists)
@@ -67,7 +67,7 @@ class Library:
 
 
 def handle_of(x: MPI.Comm | MPI.Op | MPI.Datatype) -> int:
-    """The MPI handle as a signed 64-bit number, whatever its type in this ABI."""
+    """Return the MPI handle as a signed 64-bit number, whatever its type in this ABI."""
     handle = MPI._handleof(x)
     return handle - (1 << 64) if handle >= 1 << 63 else handle
 
@@ -106,7 +106,7 @@ OWN_OPERATIONS: dict[str, dict[str, int]] = {}
 
 
 def stable_key(comm: str) -> str:
-    """The stable key, for the core's registry, of a communicator that every run has.
+    """Return the stable key, for the core's registry, of a communicator that every run has.
 
     It includes the rank, since a program is compiled for one, and the library, since programs contain its numbers for
     ranks and tags.
@@ -121,7 +121,7 @@ _FT = 12
 
 
 def _tolerates_failures() -> bool:
-    """Whether this job was started so that MPI goes on without a process."""
+    """Return whether this job was started so that MPI goes on without a process."""
     if LIBRARY.abi != "openmpi" or not hasattr(MPI.Comm, "Shrink"):
         return False
     try:
@@ -132,7 +132,7 @@ def _tolerates_failures() -> bool:
 
 
 def bind() -> None:
-    """Binds the core to the MPI library and to XLA, and lets the watch begin. Once in a process, before any operation.
+    """Bind the core to the MPI library and to XLA, and lets the watch begin. Once in a process, before any operation.
 
     Raises RuntimeError if MPI is in a state in which the package cannot be used, or if the core does not fit to it.
     """
@@ -180,13 +180,13 @@ def bind() -> None:
 
 
 def wait_for_computations() -> None:
-    """Waits for running computations of all threads."""
+    """Wait for running computations of all threads."""
     runtime_token.wait_for_all_threads()
     jax.effects_barrier()
 
 
 def release() -> None:
-    """Ends what the core does beside the program."""
+    """End what the core does beside the program."""
     _core.finish_comparisons()
     _core.finish_requests()
     _core.finish_devices()
@@ -194,13 +194,13 @@ def release() -> None:
 
 
 def raise_failure() -> None:
-    """Raises RuntimeError if the failure of an operation has not been reported yet."""
+    """Raise RuntimeError if the failure of an operation has not been reported yet."""
     if (failure := _core.take_failure()) is not None:
         raise RuntimeError(f"an operation has failed: {failure}")
 
 
 def finalize_if_others_are_late() -> None:
-    """Finalizes MPI while Python lives, where MPI calls functions of Python for ranks that are late."""
+    """Finalize MPI while Python lives, where MPI calls functions of Python for ranks that are late."""
     by_mpi4py = mpi4py.rc.initialize if mpi4py.rc.finalize is None else mpi4py.rc.finalize
     if by_mpi4py and not MPI.Is_finalized() and _core.finish_requests() > 0:
         MPI.Finalize()

@@ -105,14 +105,14 @@ _numbers: dict[str, int] = {}
 
 
 def signature(*facts: Any) -> int:
-    """A number for what all ranks must agree on. Facts that are equal have the same number: of such a rank uses those
-    that it has seen first, since plans are kept, and others may have seen others first."""
+    """Return a number for what all ranks must agree on. Facts that are equal have the same number: of such a rank uses
+    those that it has seen first, since plans are kept, and others may have seen others first."""
     return int.from_bytes(hashlib.sha256(repr(_in_one_form(facts)).encode()).digest()[:8], "little")
 
 
 def _in_one_form(fact: Any) -> Any:
-    """The fact in a form whose representation is the same for all that are equal: 1, 1.0, True and NumPy's are, and so
-    are dtypes that name the byte order and those that do not."""
+    """Return the fact in a form whose representation is the same for all that are equal: 1, 1.0, True and NumPy's are,
+    and so are dtypes that name the byte order and those that do not."""
     if isinstance(fact, tuple | list):
         return tuple(map(_in_one_form, fact))
     if dataclasses.is_dataclass(fact) and not isinstance(fact, type):
@@ -129,7 +129,7 @@ def _in_one_form(fact: Any) -> Any:
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    """Bytes from an element to the next along each axis."""
+    """Return bytes from an element to the next along each axis."""
     return [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
@@ -138,7 +138,7 @@ _Axes = tuple[int, list[tuple[int, tuple[int, ...]]]]
 
 
 def _merged(counts: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int) -> _Axes:
-    """Boxes with these counts and the strides of each. Axes that continue each other in all boxes are one, and the
+    """Box with these counts and the strides of each. Axes that continue each other in all boxes are one, and the
     innermost is a run of bytes if it can be."""
     run = itemsize
     axes: list[tuple[int, tuple[int, ...]]] = []  # the innermost first
@@ -155,13 +155,13 @@ def _merged(counts: Sequence[int], strides: Sequence[Sequence[int]], itemsize: i
 
 
 def _steps(box: Box, aval: Any) -> list[int]:
-    """Bytes from an element of the box to the next along each axis."""
+    """Return bytes from an element of the box to the next along each axis."""
     strides = _strides(aval.shape, np.dtype(aval.dtype).itemsize)
     return [step * stride for step, stride in zip(box.steps, strides, strict=True)]
 
 
 def _axes_of(box: Box, aval: Any) -> _Axes:
-    """The axes by which a box is copied; the last one is that with a list of indices, if there is one."""
+    """Return the axes by which a box is copied; the last one is that with a list of indices, if there is one."""
     steps, itemsize = _steps(box, aval), np.dtype(aval.dtype).itemsize
     if box.listed is None:
         return _merged(box.counts, [steps], itemsize)
@@ -192,8 +192,8 @@ def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b""
 
 
 def _axes_of_pair(move: Move, operand: Any, result: Any) -> tuple[_Axes, _Axes] | None:
-    """The axes by which the boxes of a move on one rank are copied part by part, as the one that is read has them, and
-    as the other one. None: their elements lie along axes that differ."""
+    """Return the axes by which the boxes of a move on one rank are copied part by part, as the one that is read has
+    them, and as the other one. None: their elements lie along axes that differ."""
     sides = []
     if move.read.listed or move.written.listed:
         return None
@@ -233,7 +233,8 @@ class _Messages:
 
 
 def _begin(zeroed: bool, combined: bool, moves: Sequence[Move], results: Sequence[Any]) -> int:
-    """How results begin that receive these moves, of which no two are to the same elements if they replace them."""
+    """Return how results begin that receive these moves, of which no two are to the same elements if they replace
+    them."""
     if not zeroed:
         return _BEGINS.index("operands")
     left = [math.prod(aval.shape) for aval in results]
@@ -253,7 +254,7 @@ def make(
     zeroed: bool = False,
     signature: int = 0,
 ) -> Plan:
-    """The plan of this rank.
+    """Return the plan of this rank.
 
     Args:
       avals: shapes and dtypes of the operands; of the results where `results` is None.

@@ -16,7 +16,7 @@ from jaxmpi._mpi.library import FAILURES
 
 
 def clone_of(comm: MPI.Comm) -> MPI.Intracomm:
-    """The clone of a communicator. All of its ranks call this; the first call makes it, and it is freed with the
+    """Return the clone of a communicator. All of its ranks call this; the first call makes it, and it is freed with the
     communicator."""
     jax.effects_barrier()  # collectives of the communicator that are under way have been called before this one
     clone = comm.Get_attr(_attribute())
@@ -41,7 +41,7 @@ def _made(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def revoke(comm: MPI.Comm) -> None:
-    """Lets all operations of other ranks on a communicator, and on its clone, raise."""
+    """Let all operations of other ranks on a communicator, and on its clone, raise."""
     for its in (comm, clone_if_made(comm)):
         with contextlib.suppress(MPI.Exception):
             if its is not None:
@@ -49,7 +49,7 @@ def revoke(comm: MPI.Comm) -> None:
 
 
 def agree(comm: MPI.Comm, done: bool) -> bool:
-    """Whether all ranks have done it, and live: the same on all that do."""
+    """Return whether all ranks have done it, and live: the same on all that do."""
     if not done:
         revoke(comm)  # no rank waits in an operation for this one
     try:
@@ -61,7 +61,7 @@ def agree(comm: MPI.Comm, done: bool) -> bool:
 
 
 def clone_if_made(comm: MPI.Comm) -> MPI.Intracomm | None:
-    """The clone of a communicator, if there is one."""
+    """Return the clone of a communicator, if there is one."""
     return cast("MPI.Intracomm | None", comm.Get_attr(_attribute()))
 
 

@@ -58,7 +58,7 @@ def repair(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -
 
 
 def _try(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Repair:
-    """Raises MPI.Exception if a rank has died since."""
+    """Raise MPI.Exception if a rank has died since."""
     told = np.zeros(1 + comm.size, np.int64)
     if comm.rank == 0:
         told[0] = 1 + secrets.randbits(61)
@@ -70,7 +70,7 @@ def _try(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Repair:
 
 
 def _of_members(comm: MPI.Intracomm, members: Sequence[int]) -> MPI.Comm:
-    """A communicator of these ranks; COMM_NULL on all others, which call it too."""
+    """Return a communicator of these ranks; COMM_NULL on all others, which call it too."""
     group = comm.Get_group()
     wanted = group.Incl(members)
     made = comm.Create(wanted)
@@ -80,8 +80,8 @@ def _of_members(comm: MPI.Intracomm, members: Sequence[int]) -> MPI.Comm:
 
 
 def _members(numbers: Sequence[int], size: int) -> list[int]:
-    """The ranks that have the numbers below `size`, in the order of these; nobody, if none has one. `numbers`: that of
-    each rank."""
+    """Return the ranks that have the numbers below `size`, in the order of these; nobody, if none has one. `numbers`:
+    that of each rank."""
     having = {number: rank for rank, number in enumerate(numbers) if number >= 0}
     spares = (rank for rank, number in enumerate(numbers) if number == _SPARE)
     found = (having[number] if number in having else next(spares, None) for number in range(size))
@@ -107,7 +107,7 @@ class Pool:
             _core.tell_launcher("spare", "")
 
     def meets(self, comm: MPI.Comm) -> bool:
-        """Whether ranks of a communicator wait here."""
+        """Return whether ranks of a communicator wait here."""
         waiting = set(range(self._comm.size)) - set(self._members) - set(failures.dead(self._comm))
         return not waiting.isdisjoint(groups.ranks_within(comm, self._comm))
 
@@ -125,7 +125,7 @@ class Pool:
         return its.repaired, its.name
 
     def wait(self) -> tuple[MPI.Comm, int]:
-        """Called by a spare: waits until it has the number of a rank that has died. Raises SystemExit if the program is
+        """Called by a spare: waits until it has the number of a rank that has died. Raise SystemExit if the program is
         over, or all others have died."""
         while True:
             MPI.COMM_SELF.Iprobe()  # MPI takes in what has come

@@ -45,7 +45,7 @@ class Static:
     __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
 
     def Free(self) -> None:
-        """Frees the original, which so knows it too."""
+        """Free the original, which so knows it too."""
         self.original.Free()
 
 
@@ -70,7 +70,7 @@ for _class in CLASSES:
 
 
 def make(x: MPI.Comm | MPI.Op, lifetime: Any) -> Any:
-    """A static one with this lifetime, of the class that `x` has in mpi4py."""
+    """Return a static one with this lifetime, of the class that `x` has in mpi4py."""
     kind: Any = next((made for made in CLASSES if isinstance(x, made.__mro__[2])), _Intracomm)
     made = kind(x)
     made.lifetime, made.original = lifetime, x

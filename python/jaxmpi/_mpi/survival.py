@@ -50,7 +50,7 @@ _SAYS = re.compile(
 
 
 def process_failure(error: BaseException) -> ProcessFailed | None:
-    """The `ProcessFailed` that an error is of, or None if it is of something else.
+    """Return the `ProcessFailed` that an error is of, or None if it is of something else.
 
     What an operation raises when it is called, eagerly or in a function under `jaxmpi.jit`, is a `ProcessFailed`
     already. JAX itself raises the errors of functions under plain `jax.jit`, and those that come out as a program waits
@@ -78,8 +78,8 @@ def process_failure(error: BaseException) -> ProcessFailed | None:
 
 
 def failure_in(error: BaseException, comm: MPI.Comm, operation: str) -> ProcessFailed | None:
-    """The `ProcessFailed` that an error is of, in what ranks do together by mpi4py on a clone of `comm`; None if it is
-    of something else. Both are revoked, so that no rank waits there for this one."""
+    """Return the `ProcessFailed` that an error is of, in what ranks do together by mpi4py on a clone of `comm`; None if
+    it is of something else. Both are revoked, so that no rank waits there for this one."""
     found = process_failure(error)
     if isinstance(error, MPI.Exception) and (found is not None or failures.is_broken(comm)):
         found = ProcessFailed(f"{operation}: {error}", failures.dead(comm), comm, operation)
@@ -102,7 +102,7 @@ def failing(comm: MPI.Comm, operation: str) -> Iterator[None]:
 
 
 def _of_lost_array(error: BaseException) -> RuntimeError | None:
-    """The error for an array whose computation has failed before `recover`."""
+    """Return the error for an array whose computation has failed before `recover`."""
     if (says := _SAYS.search(str(error))) is None or not communicators.was_given_up(int(says[2])):
         return None
     return RuntimeError(
@@ -117,12 +117,12 @@ def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
 
 
 def install() -> None:
-    """Lets calls raise ProcessFailed."""
+    """Let calls raise ProcessFailed."""
     runtime_token.error_of_program = _of_program
 
 
 def _check_type(comm: MPI.Comm, caller: str, name: str = "comm") -> None:
-    """Raises TypeError or ValueError if it is no intra-communicator, or freed."""
+    """Raise TypeError or ValueError if it is no intra-communicator, or freed."""
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
         raise ValueError(f"{caller}: {name} is MPI.COMM_NULL: it has been freed. Pass a live communicator.")
     if not isinstance(comm, MPI.Intracomm):
@@ -130,7 +130,7 @@ def _check_type(comm: MPI.Comm, caller: str, name: str = "comm") -> None:
 
 
 def _check(comm: MPI.Comm, caller: str) -> None:
-    """Raises RuntimeError where MPI cannot go on without a rank."""
+    """Raise RuntimeError where MPI cannot go on without a rank."""
     _check_type(comm, caller)
     if not FAILURES["failed"]:  # its calls may hang
         name = LIBRARY.version.splitlines()[0].partition(",")[0]
@@ -227,7 +227,7 @@ class survive(contextlib.ContextDecorator):
 
 
 def recover(*comms: MPI.Comm | None) -> Any:
-    """Goes on without the ranks that have died: makes a communicator of those that live in the place of each one given.
+    """Go on without the ranks that have died: makes a communicator of those that live in the place of each one given.
 
     All living ranks call it, with the same communicators in the same order, after a `ProcessFailed`. It revokes them,
     so that operations of ranks which have not heard of the death raise there, waits for this rank's computations, gives
@@ -274,7 +274,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
 
 
 def _check_recoverable(comm: MPI.Comm) -> None:
-    """Raises ValueError for communicators that the package needs itself, and where `recover` would wait for ever."""
+    """Raise ValueError for communicators that the package needs itself, and where `recover` would wait for ever."""
     if comm == MPI.COMM_SELF:
         raise ValueError("recover: comm is MPI.COMM_SELF, which cannot lose a rank: leave it out.")
     if communicators.has_spares(comm):
@@ -291,7 +291,7 @@ def _repaired(comm: MPI.Comm) -> MPI.Comm:
 
 
 def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of `old` that are not in `new`, which `recover` has made of it. Nothing is communicated.
+    """Return the ranks of `old` that are not in `new`, which `recover` has made of it. Nothing is communicated.
 
     Raises:
       TypeError, ValueError: not intra-communicators, or freed.
@@ -312,7 +312,7 @@ def _tell_launcher(old: MPI.Comm, new: MPI.Comm) -> None:
 
 
 def get_default() -> MPI.Comm:
-    """The communicator of calls without `comm=`.
+    """Return the communicator of calls without `comm=`.
 
     On a spare rank (`python -m jaxmpi.run --survive --spare N`) this waits, as all calls do that need the default
     communicator, until `jaxmpi.recover` on the others lets it take the number of a rank that has died, and is the
@@ -324,7 +324,7 @@ def get_default() -> MPI.Comm:
 
 
 def set_default(comm: MPI.Comm) -> None:
-    """Makes `comm` the communicator of calls without `comm=`.
+    """Make `comm` the communicator of calls without `comm=`.
 
     Compiled functions are traced anew as they are next called. All ranks of `comm` call this at the same place of their
     programs; nothing is communicated.

@@ -27,12 +27,12 @@ KEPT = range(CONSTANTS["FIRST_TAG_OF_PLANS"], _FIRST)
 
 
 def sent(tag: int, derivative: bool) -> int:
-    """The tag with which a message is sent, by `derivative` or not; ANY_TAG is unchanged."""
+    """Return the tag with which a message is sent, by `derivative` or not; ANY_TAG is unchanged."""
     return tag + _FIRST if derivative and (tag >= 0 or tag == TRACED) else tag
 
 
 def why_not_differentiable(params: dict[str, Any], *names: str) -> str:
-    """Why messages with these parameters have no derivative; empty if they may have one."""
+    """Return why messages with these parameters have no derivative; empty if they may have one."""
     for name in names:
         if params[name] >= _FIRST:
             limit = f"{name} must be below {_FIRST} here, got {params[name]}."

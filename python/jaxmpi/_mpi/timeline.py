@@ -30,7 +30,7 @@ ON = SETTINGS.trace != ""
 
 
 def _clock() -> str:
-    """The clock of the times in the file: ranks with the same one have comparable times."""
+    """Return the clock of the times in the file: ranks with the same one have comparable times."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -48,7 +48,7 @@ def _note(name: str, arguments: dict[str, Any]) -> None:
 
 
 def new_job() -> int:
-    """A number for a job, which no other one has: the time in seconds, and random bits."""
+    """Return a number for a job, which no other one has: the time in seconds, and random bits."""
     return int(time.time()) << 30 | secrets.randbits(30)
 
 
@@ -58,8 +58,8 @@ def _name(job: int) -> str:
 
 
 def begin(library: str, job: Callable[[], int | None]) -> None:
-    """Opens the file, if one is asked for. `job` returns a number that all ranks have, by `new_job`, or None as long as
-    that is not known. Raises OSError if the file cannot be written."""
+    """Open the file, if one is asked for. `job` returns a number that all ranks have, by `new_job`, or None as long as
+    that is not known. Raise OSError if the file cannot be written."""
     global _job
     if not ON:
         return
@@ -83,7 +83,7 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
 
 
 def _tell_job() -> None:
-    """Writes the job's name into the file of a rank that imported the package long before others."""
+    """Write the job's name into the file of a rank that imported the package long before others."""
     global _job
     if _job is not None and (agreed := _job()) is not None:
         _note("jaxmpi_job", {"job": _name(agreed)})
@@ -91,8 +91,8 @@ def _tell_job() -> None:
 
 
 def communicator(number: int, comm: MPI.Comm, name: str) -> None:
-    """Tells which ranks of COMM_WORLD a communicator has; nothing: all, in order. Its first rank lists them, the
-    others tell a hash of the list: together all lists would be as long as the square of the job."""
+    """Tell which ranks of COMM_WORLD a communicator has; nothing: all, in order. Its first rank lists them, the others
+    tell a hash of the list: together all lists would be as long as the square of the job."""
     if not ON:
         return
     _tell_job()
@@ -106,7 +106,7 @@ def communicator(number: int, comm: MPI.Comm, name: str) -> None:
 
 
 def end() -> None:
-    """Writes the rest, and ends the file, if there is one."""
+    """Write the rest, and ends the file, if there is one."""
     try:
         if ON:
             _tell_job()

@@ -51,11 +51,11 @@ class ByCounts(Operation[Divided]):
         return [self.transpose_one(cotangents[0], template, counts, back)]
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
-        """The cotangent of the operand, by the adjoint with the parameters `back`."""
+        """Return the cotangent of the operand, by the adjoint with the parameters `back`."""
         return self.adjoint.apply(back, cotangent, *counts)[0]
 
     def apply_to_tree(self, params: Divided, leaves: Arrays, structure: Any, *counts: Any) -> Any:
-        """Applies the operation to all leaves, with the same counts. At run time there may be too little room."""
+        """Apply the operation to all leaves, with the same counts. At run time there may be too little room."""
         known = isinstance(counts[0], np.ndarray)
         places = [None] * len(leaves) if known else pytrees.places(leaves, leaves)
         each = [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
@@ -64,7 +64,7 @@ class ByCounts(Operation[Divided]):
 
 
 def _tell(counts: Any, rows: int, comm: communicators.Communicator, operation: str) -> jax.Array:
-    """The counts of all ranks, each of which knows its own at run time."""
+    """Return the counts of all ranks, each of which knows its own at run time."""
     own = by_counts.possible(by_counts.numbers(counts, (), operation, "counts"), rows)
     return allgather_p.apply(common(comm), own)[0]
 
@@ -82,7 +82,7 @@ allgatherv_p = Allgatherv("allgatherv")
 def _join_rows(
     operation: ByCounts, comm: communicators.Communicator, root: int | None, x: Any, counts: Any, rows: int | None
 ) -> Any:
-    """The rows of all ranks one behind the other; with a count at run time the counts of all ranks, too."""
+    """Return the rows of all ranks one behind the other; with a count at run time the counts of all ranks, too."""
     name = operation.shown
     leaves, names, structure = arguments.leaves(x, name, "x")
     own = by_counts.rows_of(leaves, names, name)
@@ -98,7 +98,7 @@ def _join_rows(
 
 
 def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
-    """Puts the arrays of all ranks one behind the other, on all ranks (MPI_Allgatherv).
+    """Put the arrays of all ranks one behind the other, on all ranks (MPI_Allgatherv).
 
     They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
 
@@ -154,7 +154,7 @@ def reduce_scatter(
     rows: int | None = None,
     comm: MPI.Comm | None = None,
 ) -> Any:
-    """Reduces the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
+    """Reduce the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
 
     Args:
       x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks. With `counts` of
@@ -219,7 +219,7 @@ def alltoallv(
     rows: int | None = None,
     comm: MPI.Comm | None = None,
 ) -> Any:
-    """Sends to each rank its own number of rows, and puts those received one behind the other (MPI_Alltoallv).
+    """Send to each rank its own number of rows, and puts those received one behind the other (MPI_Alltoallv).
 
     Args:
       x: array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. Or a pytree of such, all
@@ -271,7 +271,7 @@ def alltoallv(
 def migrate_rows(
     comm: communicators.Communicator, leaves: Arrays, structure: Any, counts: jax.Array, room: int, signature: int
 ) -> tuple[Any, jax.Array]:
-    """Sends to each rank its own number of rows of each leaf, for `migrate`. The ranks tell each other how many.
+    """Send to each rank its own number of rows of each leaf, for `migrate`. The ranks tell each other how many.
 
     Args:
       leaves: arrays with the same number of rows, of the pytree with this structure.
@@ -307,7 +307,7 @@ gatherv_p = Gatherv("gatherv")
 
 
 def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
-    """Puts the arrays of all ranks one behind the other, on root (MPI_Gatherv).
+    """Put the arrays of all ranks one behind the other, on root (MPI_Gatherv).
 
     They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
 
@@ -352,7 +352,7 @@ scatterv_p = Scatterv("scatterv", adjoint=gatherv_p)
 
 
 def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
-    """Sends to each rank its own number of rows of root's array (MPI_Scatterv).
+    """Send to each rank its own number of rows of root's array (MPI_Scatterv).
 
     Args:
       x: on root an array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. On other

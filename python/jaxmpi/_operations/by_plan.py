@@ -18,7 +18,7 @@ from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
 
 
 def of_words(params: Planned, arrays: Arrays) -> tuple[Planned, list[Any]]:
-    """The parameters and the operands, of the words of keys among the arrays."""
+    """Return the parameters and the operands, of the words of keys among the arrays."""
     more = map(keys.axes, arrays)
     per_array = tuple(params.pattern.behind(place, n) for place, n in zip(params.per_array, more, strict=True))
     return dataclasses.replace(params, per_array=per_array), list(map(keys.words, arrays))
@@ -46,7 +46,7 @@ class ByPlan(Operation[Planned]):
         return params.pattern.why_not_differentiable
 
     def apply_to_all(self, params: Planned, arrays: Arrays) -> list[Any]:
-        """Applies the operation to the arrays; more than once for very many."""
+        """Apply the operation to the arrays; more than once for very many."""
         if keys.among(arrays):
             types = self.types(arrays, params)
             self.compare_keys(params, arrays)
@@ -59,7 +59,7 @@ class ByPlan(Operation[Planned]):
         return results
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
-        """A batch is one axis more, of those arrays that have one."""
+        """Return a batch is one axis more, of those arrays that have one."""
         result_at = params.pattern.batch(params.adjoint)[1]
         operands = self.batch_fields(axis, operands, axes, params)
         return self.bind(*operands, call=params), [None if at is None else result_at for at in axes]
@@ -69,7 +69,7 @@ class ByPlan(Operation[Planned]):
         return [x if at is None else batched(x, at, axis.size, place) for x, at in zip(operands, axes, strict=True)]
 
     def of_some(self, params: Planned, which: Sequence[int], arrays: Arrays, derivative: str, adjoint: bool) -> Planned:
-        """The parameters of the linear part of the operation, for some of the arrays."""
+        """Return the parameters of the linear part of the operation, for some of the arrays."""
         for i in which:
             if adjoint and is_opaque(arrays[i]):
                 raise Unsupported(
@@ -89,11 +89,11 @@ class ByPlan(Operation[Planned]):
         return self._linear_part(cotangents, which, back)
 
     def _linear_part(self, arrays: Arrays, which: Sequence[int], params: Planned) -> list[Any]:
-        """The operation of those of the arrays; in the place of others there is None."""
+        """Return the operation of those of the arrays; in the place of others there is None."""
         return spread(self.bind(*(arrays[i] for i in which), call=params), which, len(arrays))
 
 
 def spread(made: Arrays, which: Sequence[int], count: int) -> list[Any]:
-    """Values at those positions of a list, and None at the others."""
+    """Return values at those positions of a list, and None at the others."""
     given = dict(zip(which, made, strict=True))
     return [given.get(i) for i in range(count)]

@@ -19,7 +19,7 @@ _rooted = kept(Rooted)
 
 
 def stacked(aval: Any, params: Common) -> Any:
-    """The type of the arrays of all ranks."""
+    """Return the type of the arrays of all ranks."""
     return typed((params.comm.size, *aval.shape), aval.dtype)
 
 
@@ -46,7 +46,7 @@ allgather_p = Allgather("allgather")
 
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """Stacks the arrays of all ranks, on all ranks (MPI_Allgather).
+    """Stack the arrays of all ranks, on all ranks (MPI_Allgather).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
@@ -76,7 +76,7 @@ migrate_counts_p = Alltoall("migrate_counts")
 
 
 def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """Sends entry `i` of the first axis to rank i (MPI_Alltoall).
+    """Send entry `i` of the first axis to rank i (MPI_Alltoall).
 
     Args:
       x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks.
@@ -102,7 +102,7 @@ barrier_p = Barrier("barrier")
 
 
 def barrier(*, comm: MPI.Comm | None = None) -> None:
-    """Waits until all ranks have reached the barrier (MPI_Barrier).
+    """Wait until all ranks have reached the barrier (MPI_Barrier).
 
     It orders communication, not Python: inside and outside `jit` the call may return before the barrier has completed.
     `jax.effects_barrier()` waits for that.
@@ -139,7 +139,7 @@ bcast_p = Bcast("bcast")
 
 
 def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Sends root's array to all ranks (MPI_Bcast).
+    """Send root's array to all ranks (MPI_Bcast).
 
     Args:
       x: on root the data; on other ranks a template of the same shape and dtype, whose values are not read. Or pytrees
@@ -184,7 +184,7 @@ gather_p = Gather("gather")
 
 
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Stacks the arrays of all ranks, on root (MPI_Gather).
+    """Stack the arrays of all ranks, on root (MPI_Gather).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
@@ -227,7 +227,7 @@ scatter_p = Scatter("scatter", adjoint=gather_p)
 
 
 def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Sends entry `i` of root's first axis to rank i (MPI_Scatter).
+    """Send entry `i` of root's first axis to rank i (MPI_Scatter).
 
     Args:
       x: on root an array of shape `(size, ...)`; on other ranks a template of shape `(...)`, whose values are not read.
@@ -254,14 +254,14 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 
 
 def check_same(arrays: Arrays, derivative: str | None, comm: communicators.Communicator, text: Text) -> None:
-    """Compares the arrays with rank 0's. A rank of which one differs then raises an error with the text."""
+    """Compare the arrays with rank 0's. A rank of which one differs then raises an error with the text."""
     given = bcast_p.apply_to_all(Rooted(comm, 0, derivative=derivative), arrays)
     if differ := list(map(_differs, arrays, given)):
         check_p.apply(Comparing(comm, text), *differ)
 
 
 def _differs(x: Any, y: Any) -> jax.Array:
-    """Whether two arrays differ by more than rounding."""
+    """Return whether two arrays differ by more than rounding."""
     if x.size == 0:
         return jnp.zeros((), bool)
     if not internals.inexact(x):

@@ -46,7 +46,7 @@ def typed(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def is_opaque(x: Any) -> bool:
-    """Whether MPI moves the elements of an array, but does not reduce them."""
+    """Return whether MPI moves the elements of an array, but does not reduce them."""
     return DATATYPES[np.dtype(x.dtype).name].kind == "opaque"
 
 
@@ -55,8 +55,8 @@ def sums(xs: Arrays, ys: Arrays) -> list[Any]:
 
 
 def zeros_dependent_on(values: Arrays, templates: Arrays) -> list[Any]:
-    """Zeros as cotangents of templates, which depend on what was communicated: else the transpose of the transpose
-    would not communicate on this rank."""
+    """Return zeros as cotangents of templates, which depend on what was communicated: else the transpose of the
+    transpose would not communicate on this rank."""
     return [dependent_zeros([value], template) for value, template in zip(values, templates, strict=True)]
 
 
@@ -66,22 +66,22 @@ class Collective(Operation[P]):
     variadic = True
 
     def result(self, aval: Any, params: P) -> Any:
-        """The type of the result from that of an operand."""
+        """Return the type of the result from that of an operand."""
         return aval
 
     def results(self, avals: Arrays, params: P) -> list[Any]:
         return [self.result(aval, params) for aval in avals]
 
     def largest(self, aval: Any, params: P) -> Any:
-        """The type of the largest array that any rank has of it, from the type of the operand here."""
+        """Return the type of the largest array that any rank has of it, from the type of the operand here."""
         return aval
 
     def elements(self, arrays: Arrays) -> int:
         return sum(math.prod(x.shape) for x in arrays)
 
     def apply_to_all(self, params: P, arrays: Arrays) -> list[Any]:
-        """Applies the operation to each of the arrays; small ones of the same dtype travel together. All ranks pass
-        arrays of the same sizes and dtypes, so they come to the same groups. Returns the results in order."""
+        """Apply the operation to each of the arrays; small ones of the same dtype travel together. All ranks pass
+        arrays of the same sizes and dtypes, so they come to the same groups. Return the results in order."""
         if keys.among(arrays):
             types = self.types(arrays, params)
             self.compare_keys(params, arrays)
@@ -96,7 +96,7 @@ class Collective(Operation[P]):
         return results
 
     def _groups(self, params: P, arrays: Arrays) -> list[list[int]]:
-        """The groups of arrays that travel together, by their positions."""
+        """Return the groups of arrays that travel together, by their positions."""
         groups: list[list[int]] = []
         unfilled: dict[Any, tuple[list[int], int]] = {}  # of each dtype the last group of small arrays, and its bytes
         for i, x in enumerate(arrays):
@@ -112,7 +112,7 @@ class Collective(Operation[P]):
         return groups
 
     def apply_to_tree(self, params: P, x: Any, check: Leaf, *more: Any) -> Any:
-        """Checks all leaves of `x`, then applies the operation to all of them."""
+        """Check all leaves of `x`, then applies the operation to all of them."""
         if type(x) is internals.ConcreteArray:  # as below, but faster
             return self.apply(params, check(x, *more, self.shown, "x"))[0]
         leaves, structure = checked(self.shown, x, check, *more)
@@ -134,7 +134,7 @@ class Collective(Operation[P]):
 
 
 def checked(operation: str, x: Any, check: Leaf, *more: Any) -> tuple[list[jax.Array], Any]:
-    """All leaves of `x`, and its structure."""
+    """Return all leaves of `x`, and its structure."""
     leaves, structure = arguments.pytree(x, operation, "x")
     try:
         return [check(leaf, *more, operation, "x") for leaf in leaves], structure
@@ -144,7 +144,7 @@ def checked(operation: str, x: Any, check: Leaf, *more: Any) -> tuple[list[jax.A
 
 
 def differing_cotangents(operation: str) -> Text:
-    """The error if the cotangents of an allreduce differ, with the line of the program that makes it."""
+    """Return the error if the cotangents of an allreduce differ, with the line of the program that makes it."""
     return arguments.with_calling_line(
         f"the cotangent of an {operation} differs from that of rank 0, though what is computed from its result must "
         "be the same on all ranks: gradients would be wrong. Pass what the ranks use differently, such as the "

@@ -38,7 +38,7 @@ class ExchangeStart(Starting[Planned], ByPlan):
     def start(
         self, arrays: Arrays, which: Sequence[int], params: Planned, batch: tuple[int, ...], of: str, adjoint: bool
     ) -> Any:
-        """The request of the linear part, of those of the arrays."""
+        """Return the request of the linear part, of those of the arrays."""
         given = dataclasses.replace(self.of_some(params, which, arrays, of, adjoint), batch=batch)
         return self.apply(given, *(arrays[i] for i in which))[0]
 
@@ -77,7 +77,7 @@ class ExchangeFinish(ByPlan):
         adjoint: bool,
         needed: bool = False,
     ) -> list[Any]:
-        """The linear part, of those of the arrays."""
+        """Return the linear part, of those of the arrays."""
         if not which:
             return [None] * len(arrays)
         params = dataclasses.replace(self.of_some(params, which, arrays, of, adjoint), needed=needed)
@@ -147,7 +147,7 @@ class AwaitedExchange(Awaited):
 def start_exchange(
     function: str, params: Planned, arrays: Arrays, structure: Any, start: ExchangeStart = exchange_start_p
 ) -> Request:
-    """Starts an exchange by a plan, with the parameters of the operation in one call, for a public function."""
+    """Start an exchange by a plan, with the parameters of the operation in one call, for a public function."""
     if len(arrays) > MOST_ARRAYS:
         raise ValueError(f"{function}: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
     start.compare_keys(params, arrays)

@@ -24,12 +24,12 @@ _sending, _receiving, _exchanging = kept(Sending), kept(Receiving), kept(Exchang
 
 
 def refuse_send(params: Any) -> str:
-    """Why a message that is sent has no derivative; empty if it has one."""
+    """Return why a message that is sent has no derivative; empty if it has one."""
     return tags.why_not_differentiable(vars(params), "tag")
 
 
 def refuse_recv(params: Any) -> str:
-    """Why a message that is received has no derivative; empty if it has one."""
+    """Return why a message that is received has no derivative; empty if it has one."""
     if params.tag == MPI.ANY_TAG and params.source != MPI.PROC_NULL:
         return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
     return _refuse_source(params, "tag")
@@ -82,7 +82,7 @@ send_p = Send("send")
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> None:
-    """Sends a message (MPI_Send).
+    """Send a message (MPI_Send).
 
     Args:
       x: array of any shape, or a pytree of such, which is one message per leaf, in order.
@@ -107,7 +107,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> No
 
 
 def _of_each(params: Any, received: Arrays, sent: Arrays) -> list[Any]:
-    """The parameters of each message of a pytree."""
+    """Return the parameters of each message of a pytree."""
     places = pytrees.places(received, sent)
     return [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
 
@@ -140,7 +140,7 @@ def recv(
     comm: MPI.Comm | None = None,
     status: MPI.Status | None = None,
 ) -> Any:
-    """Receives a message (MPI_Recv).
+    """Receive a message (MPI_Recv).
 
     Args:
       x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
@@ -238,7 +238,7 @@ def sendrecv(
     comm: MPI.Comm | None = None,
     status: MPI.Status | None = None,
 ) -> Any:
-    """Sends one message and receives another, without deadlock (MPI_Sendrecv).
+    """Send one message and receives another, without deadlock (MPI_Sendrecv).
 
     Args:
       sendbuf: array of any shape, or a pytree of such, which is one message per leaf, in order.
@@ -295,7 +295,7 @@ def sendrecv(
 
 
 def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:
-    """The result. Outside of a trace, if the user passes a status, waits for it and fills the status."""
+    """Return the result. Outside of a trace, if the user passes a status, waits for it and fills the status."""
     if written is not None and users is not None and written.mpi is not users:
         jax.block_until_ready(result)
         written.copy_to(users)

@@ -53,7 +53,7 @@ class Neighbors:
         ]
 
     def block(self, aval: Any, adjoint: bool) -> tuple[int, ...]:
-        """The shape of what travels along one edge."""
+        """Return the shape of what travels along one edge."""
         return aval.shape[1:] if self.own_blocks or adjoint else aval.shape
 
     def plan(self, rank: int, avals: tuple[Any, ...], per_array: Any, adjoint: bool) -> Plan:
@@ -91,7 +91,7 @@ def _plan(pattern: Neighbors, rank: int, avals: tuple[Any, ...], adjoint: bool) 
 
 
 def edges_of(comm: Any, operation: str) -> tuple[Edges, Edges]:
-    """Sources and destinations. Raises ValueError for a communicator without neighbours."""
+    """Return sources and destinations. Raise ValueError for a communicator without neighbours."""
     kind = MPI.UNDEFINED if comm is None else comm.Get_topology()
     if kind == MPI.CART:
         return _of_cartesian(MPI.Cartcomm(comm))
@@ -149,7 +149,7 @@ neighbor_alltoall_p = NeighborCollective("neighbor_alltoall")
 
 
 def neighbor_allgather(x: Any, *, comm: MPI.Comm) -> Any:
-    """Sends an array to all neighbours, and stacks theirs (MPI_Neighbor_allgather).
+    """Send an array to all neighbours, and stacks theirs (MPI_Neighbor_allgather).
 
     The neighbours are those of the communicator's topology, in the order of the MPI standard: of a Cartesian
     communicator the ranks before and behind this one along each axis; of a graph its sources, and its destinations, as
@@ -172,7 +172,7 @@ def neighbor_allgather(x: Any, *, comm: MPI.Comm) -> Any:
 
 
 def neighbor_alltoall(x: Any, *, comm: MPI.Comm) -> Any:
-    """Sends a block to each neighbour, and stacks those received (MPI_Neighbor_alltoall).
+    """Send a block to each neighbour, and stacks those received (MPI_Neighbor_alltoall).
 
     The neighbours are those of `neighbor_allgather`. Where a rank is a neighbour twice, as in a periodic axis of two,
     what it has sent backwards arrives in the place of the neighbour behind, and the other way round.

@@ -30,7 +30,7 @@ from jaxmpi._primitive.params import (
 
 
 def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, ends: Arrays = ()) -> Request:
-    """Checks all leaves of `x`, and starts the operation on each of them."""
+    """Check all leaves of `x`, and starts the operation on each of them."""
     leaves, _, structure = arguments.leaves(x, operation.core_name, "x", check)
     operation.compare_keys(params, leaves)
     words = list(map(keys.words, leaves))
@@ -72,7 +72,7 @@ iallreduce_p = Iallreduce("iallreduce")
 
 
 def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Starts to reduce the arrays of all ranks; all ranks get the result from `wait` (MPI_Iallreduce).
+    """Start to reduce the arrays of all ranks; all ranks get the result from `wait` (MPI_Iallreduce).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks. It is copied: nothing that
@@ -108,7 +108,7 @@ ialltoall_p = Ialltoall("ialltoall")
 
 
 def ialltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """Starts to send entry `i` of the first axis to rank i (MPI_Ialltoall).
+    """Start to send entry `i` of the first axis to rank i (MPI_Ialltoall).
 
     Args:
       x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks. It is copied.
@@ -133,7 +133,7 @@ ibarrier_p = Ibarrier("ibarrier")
 
 
 def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
-    """Tells that this rank has reached a barrier; `wait` waits until all ranks have (MPI_Ibarrier).
+    """Tell that this rank has reached a barrier; `wait` waits until all ranks have (MPI_Ibarrier).
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -173,7 +173,7 @@ ireduce_p = Ireduce("ireduce")
 
 
 def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Starts to send root's array to all ranks (MPI_Ibcast).
+    """Start to send root's array to all ranks (MPI_Ibcast).
 
     Args:
       x: on root the data, which is copied; on other ranks a template of the same shape and dtype, whose values are not
@@ -225,7 +225,7 @@ def irecv(
     tag: int = MPI.ANY_TAG,
     comm: MPI.Comm | None = None,
 ) -> Any:
-    """Starts to receive a message (MPI_Irecv).
+    """Start to receive a message (MPI_Irecv).
 
     Messages are received in the order in which the receives are started, those of `recv` among them. Needs
     MPI_THREAD_MULTIPLE, which mpi4py asks for.
@@ -270,7 +270,7 @@ isend_p = Isend("isend")
 
 
 def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> Any:
-    """Starts to send a message (MPI_Isend).
+    """Start to send a message (MPI_Isend).
 
     Args:
       x: array of any shape, or a pytree of such, which is one message per leaf, in order. It is copied.

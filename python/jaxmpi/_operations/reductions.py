@@ -35,7 +35,7 @@ _DIFFERENTIABLE = ("SUM", "PROD", "MAX", "MIN")
 
 
 def why_reduction_not_differentiable(op: arguments.Reduction) -> str:
-    """Why a reduction has no derivative; empty if it has one."""
+    """Return why a reduction has no derivative; empty if it has one."""
     if op.name in _DIFFERENTIABLE:
         return ""
     possible = ", ".join(f"MPI.{name}" for name in _DIFFERENTIABLE)
@@ -56,11 +56,11 @@ class Reduction(Collective[R]):
         return [self.tangent_of_one(x, t, y, params) for x, t, y in zip(primals, tangents, results, strict=True)]
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: R) -> Any:
-        """The tangent of one array's result, if the reduction is no sum."""
+        """Return the tangent of one array's result, if the reduction is no sum."""
         raise NotImplementedError
 
     def reduce_tree(self, params: R, x: Any) -> Any:
-        """Checks all leaves of `x`, then reduces them."""
+        """Check all leaves of `x`, then reduces them."""
         return self.apply_to_tree(params, x, arguments.reducible, params.op)
 
 
@@ -84,7 +84,7 @@ allreduce_p = Allreduce("allreduce")
 
 
 def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Reduces the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
+    """Reduce the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
@@ -131,7 +131,7 @@ reduce_p = Reduce("reduce", adjoint=bcast_p)
 
 
 def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Reduces the arrays of all ranks element by element; root gets the result (MPI_Reduce).
+    """Reduce the arrays of all ranks element by element; root gets the result (MPI_Reduce).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
@@ -259,8 +259,8 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _changing_nothing(name: str, zeros: Any) -> Any:
-    """The identity of a reduction, in the place of zeros, which the core makes on rank 0. As a constant of a program it
-    is no transfer to a device."""
+    """Return the identity of a reduction, in the place of zeros, which the core makes on rank 0. As a constant of a
+    program it is no transfer to a device."""
     return jax.tree.map(lambda x: x + arguments.identity(name, x.dtype), zeros)
 
 
@@ -268,7 +268,7 @@ def _changing_nothing(name: str, zeros: Any) -> Any:
 
 
 def weight_of(x: Any, op: arguments.Reduction, params: Common, extreme: Callable[[], Any]) -> Any:
-    """The derivative of a reduction over all ranks with respect to this rank's array."""
+    """Return the derivative of a reduction over all ranks with respect to this rank's array."""
     return _product_of_others(x, params) if op.name == "PROD" else _share_of_extreme(x, extreme(), params)
 
 
@@ -286,13 +286,14 @@ def _move(x: Any, source: int, dest: int, params: Common) -> Any:
 
 
 def _reverse(x: Any, params: Common) -> Any:
-    """The array of the rank `size - 1 - rank`."""
+    """Return the array of the rank `size - 1 - rank`."""
     opposite = params.comm.size - 1 - params.comm.rank
     return _move(x, opposite, opposite, params)
 
 
 def _shifted(distance: int, params: Common, *arrays: Any) -> tuple[bool, list[Any]]:
-    """Whether a rank is `distance` before this one (after, if negative), and its arrays; zeros if there is none."""
+    """Return whether a rank is `distance` before this one (after, if negative), and its arrays; zeros if there is
+    none."""
     rank, size = params.comm.rank, params.comm.size
     source, dest = rank - distance, rank + distance
     exists = 0 <= source < size
@@ -309,7 +310,7 @@ def _distances(params: Common) -> Iterator[int]:
 
 
 def _product_of_others(x: Any, params: Common) -> Any:
-    """The product of all other ranks' arrays; correct for zeros too, unlike a division of the whole product."""
+    """Return the product of all other ranks' arrays; correct for zeros too, unlike a division of the whole product."""
     product = jnp.ones_like(x)
     for direction in (1, -1):
         exists, (before,) = _shifted(direction, params, x)

@@ -50,7 +50,7 @@ class Starting(Operation[P]):
     """The adjoint communicates nothing where it starts."""
 
     def transpose_all(self, cotangents: Arrays, operands: Arrays, params: P) -> list[Any]:
-        """Raises where it is seen while tracing that nothing waits for the request. A rank might wait for another one
+        """Raise where it is seen while tracing that nothing waits for the request. A rank might wait for another one
         before it comes to the wait of the transpose, which sees the rest."""
         if type(cotangents[0]) is internals.ad.Zero and not self.result_is_stored:
             raise ValueError(
@@ -78,26 +78,27 @@ class Start(Starting[P]):
         return {"count": int(np.prod(last.shape)), "dtype": DATATYPES[np.dtype(last.dtype).name].code}
 
     def order(self, leaf: Any, ends: Arrays) -> list[Any]:
-        """The operands: the array, and the ranks and tags that are known at run time."""
+        """Return the operands: the array, and the ranks and tags that are known at run time."""
         return [leaf, *ends]
 
     def begin(self, params: P, batch: tuple[int, ...], leaf: Any, ends: Arrays = ()) -> Any:
-        """The request."""
+        """Return the request."""
         return self.apply(dataclasses.replace(params, batch=batch), *self.order(leaf, ends))[0]
 
     def started(self, params: P, x: Any) -> "Started":
         return Started(self, dataclasses.replace(params, batch=()), tuple(x.shape), np.dtype(x.dtype))
 
     def back(self, params: P, ends: Arrays) -> tuple["Start[Any]", Common, Arrays]:
-        """The adjoint, its parameters, and what of its ranks and tags is known at run time, as of this operation."""
+        """Return the adjoint, its parameters, and what of its ranks and tags is known at run time, as of this
+        operation."""
         raise NotImplementedError
 
     def cotangent(self, cotangent: Any, params: P, batch_of: Common) -> Any:
-        """What the adjoint is started with, of the cotangent of the result."""
+        """Return what the adjoint is started with, of the cotangent of the result."""
         return cotangent
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: P) -> list[Any]:
-        """Waits for the adjoint, which the transpose of the wait has started.
+        """Wait for the adjoint, which the transpose of the wait has started.
 
         There is no such request if what was started is never waited for in what is differentiated. Other ranks
         communicate with it all the same: so that is an error of this rank, unless this rank alone holds the adjoint.
@@ -170,8 +171,8 @@ fence_p = Fence("after")
 
 
 def request_of_nothing(params: Any, results: int) -> int:
-    """The attribute `zero` (csrc/core/ops.def): what zeros in the place of a request are. `results`: a bit for each
-    request that has a result."""
+    """Return the attribute `zero` (csrc/core/ops.def): what zeros in the place of a request are. `results`: a bit for
+    each request that has a result."""
     if params.needed:
         return -1
     return 0 if params.derivative is None else 1 + results
@@ -195,14 +196,14 @@ class Wait(Operation[Waiting]):
         return {"zero": request_of_nothing(params, results)}
 
     def divide(self, params: Waiting, operands: Arrays) -> tuple[list[Any], list[list[Any]]]:
-        """The requests, and the ends of each that are known at run time."""
+        """Return the requests, and the ends of each that are known at run time."""
         rest = iter(operands[len(params.started) :])
         return list(operands[: len(params.started)]), [
             [next(rest) for _ in range(w.traced_envelope)] for w in params.started
         ]
 
     def jvp(self, primals: Arrays, tangents: Arrays, params: Waiting) -> tuple[list[Any], list[Any]]:
-        """Tangents are those of the requests that have one, which have been started where it is taken."""
+        """Return tangents are those of the requests that have one, which have been started where it is taken."""
         params = params.in_derivative()
         results = self.bind(*primals, call=params)
         requests, ends = self.divide(params, primals)
@@ -220,7 +221,7 @@ class Wait(Operation[Waiting]):
         ]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Waiting) -> list[Any]:
-        """Starts the adjoints from the last to the first, as separate waits are transposed: so do other ranks."""
+        """Start the adjoints from the last to the first, as separate waits are transposed: so do other ranks."""
         given, begun = list(cotangents), []
         requests, ends = self.divide(params, operands)
         for what, request, its in zip(params.started[::-1], requests[::-1], ends[::-1], strict=True):
@@ -281,20 +282,20 @@ class Awaited:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        """The name in JAX's errors about pytrees that differ, as of the branches of a cond."""
+        """Return the name in JAX's errors about pytrees that differ, as of the branches of a cond."""
         given = [fact for part in self.pending[:1] for fact in part.params.facts()]
         return f"jaxmpi request: {', '.join([self.name, *given])}"
 
     def requests(self, arrays: Arrays) -> Arrays:
-        """The arrays that are the numbers of requests."""
+        """Return the arrays that are the numbers of requests."""
         return arrays[: len(self.pending)]
 
     def finish(self, arrays: Arrays) -> list[Any] | None:
-        """Waits for what no other request is waited for with. None: `wait_p` waits for it."""
+        """Wait for what no other request is waited for with. None: `wait_p` waits for it."""
         return None
 
     def result(self, values: Arrays) -> Any:
-        """What `wait` gives, of the arrays that have come."""
+        """Return what `wait` gives, of the arrays that have come."""
         if self.structure is None:
             return None
         leaves = [keys.like(y, x) for y, x in zip(values, self._types, strict=True)]
@@ -325,7 +326,7 @@ arguments.never_an_array(Request, "wait for it first, and pass what jaxmpi.wait(
 
 
 def wait(request: Any, *, after: Any = None) -> Any:
-    """Waits until an operation that has been started is done (MPI_Wait).
+    """Wait until an operation that has been started is done (MPI_Wait).
 
     XLA may compute what is between a start and a wait before the start or behind the wait, where nothing overlaps. So
     `after` names what is to be computed first, while the message is under way.
@@ -349,7 +350,7 @@ def wait(request: Any, *, after: Any = None) -> Any:
 
 
 def waitall(requests: Any, *, after: Any = None) -> Any:
-    """Waits for several requests (MPI_Waitall).
+    """Wait for several requests (MPI_Waitall).
 
     Args:
       requests: a pytree of requests, such as a list.
@@ -375,7 +376,7 @@ def _wait_for(requests: Arrays, after: Any, unflatten: Callable[[list[Any]], Any
 
 
 def _compute_first(comm: Communicator, values: Any) -> None:
-    """Lets what comes after this in the order of communication begin once the values have been computed."""
+    """Let what comes after this in the order of communication begin once the values have been computed."""
     if arrays := [keys.words(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]:
         fence_p.apply(common(comm), *arrays)
 

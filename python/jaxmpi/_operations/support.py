@@ -12,7 +12,7 @@ CommOrOp = TypeVar("CommOrOp", bound=MPI.Comm | MPI.Op)
 
 
 def static(x: CommOrOp) -> CommOrOp:
-    """A communicator or a reduction that may be an argument of compiled functions; mpi4py's own have no hash.
+    """Return a communicator or a reduction that may be an argument of compiled functions; mpi4py's own have no hash.
 
     The result is one of mpi4py's objects as well, with the same handle, and is taken wherever those are. Besides, it
     may be a static argument of `jax.jit` (`static_argnums`, `static_argnames`), static data of a pytree, or part of any
@@ -43,15 +43,16 @@ def static(x: CommOrOp) -> CommOrOp:
 
 
 def has_cuda_support() -> bool:
-    """Whether arrays in CUDA memory can be communicated: a driver is installed and shows a device to this process."""
+    """Return whether arrays in CUDA memory can be communicated: a driver is installed and shows a device to this
+    process."""
     return devices.count("CUDA") > 0
 
 
 def has_rocm_support() -> bool:
-    """Whether arrays in ROCm memory can be communicated: HIP is installed and shows a device to this process."""
+    """Return whether arrays in ROCm memory can be communicated: HIP is installed and shows a device to this process."""
     return devices.count("ROCM") > 0
 
 
 def has_sycl_support() -> bool:
-    """Whether arrays in SYCL memory (Intel GPUs) can be communicated: not yet, see docs/gpu.md."""
+    """Return whether arrays in SYCL memory (Intel GPUs) can be communicated: not yet, see docs/gpu.md."""
     return devices.count("SYCL") > 0

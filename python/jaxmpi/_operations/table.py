@@ -18,7 +18,7 @@ OPERATIONS = tuple(KNOWN)
 
 
 def check_names(here: set[str], core: set[str]) -> None:
-    """Raises ImportError if this package and the C core, being of two versions, name different operations."""
+    """Raise ImportError if this package and the C core, being of two versions, name different operations."""
     if here != core:
         raise ImportError(
             f"jaxmpi: Python and the C core name different operations: {sorted(here ^ core)}. Reinstall jaxmpi."

@@ -36,7 +36,7 @@ _made: set[tuple[int, ...]] = set()
 
 
 def _devices_of(execute: Any) -> tuple[Any, ...]:
-    """The devices of a program that can be executed, in the order of its HLO."""
+    """Return the devices of a program that can be executed, in the order of its HLO."""
     for sharding in (*execute.in_handler.in_shardings, *execute.out_handler.out_shardings):
         if (devices := getattr(sharding, "_device_assignment", None)) is not None:
             return tuple(devices)
@@ -49,7 +49,7 @@ def _texts(execute: Any) -> Iterator[str]:
 
 
 def _connect(group: tuple[Any, ...]) -> None:
-    """Makes the communicator of a group of devices, with the processes of the others."""
+    """Make the communicator of a group of devices, with the processes of the others."""
     processes = tuple(device.process_index for device in group)
     name = f"JAX's processes {', '.join(map(str, processes))}"
     number = _core.group(processes)
@@ -74,7 +74,7 @@ def _number(process: int) -> int:
 
 
 def _sum(group: tuple[Any, ...]) -> int:
-    """The sum of numbers of all devices: a program with a collective of this group alone."""
+    """Return the sum of numbers of all devices: a program with a collective of this group alone."""
     _connecting.on = True
     mesh = jax.sharding.Mesh(np.array(group), ("processes",))
     spec = jax.sharding.PartitionSpec("processes")
@@ -87,7 +87,7 @@ def _sum(group: tuple[Any, ...]) -> int:
 
 
 def _ready(execute: Any) -> None:
-    """Makes what a program needs before its first execution."""
+    """Make what a program needs before its first execution."""
     devices = _devices_of(execute)
     if devices[0].platform != "cpu":
         return  # others do not communicate by MPI
@@ -118,14 +118,14 @@ def _execute(own: Any, self: Any, *args: Any) -> Any:
 
 
 def _reduction(name: str, datatype: library.Datatype) -> int:
-    """The core's number of a reduction; 0: there is none for this type."""
+    """Return the core's number of a reduction; 0: there is none for this type."""
     if name not in arguments.REDUCTIONS[datatype.kind]:
         return 0
     return arguments.reduction(getattr(MPI, name), "psum").number_for(datatype)
 
 
 def install() -> None:
-    """Makes JAX's programs get their communicators before they are first executed, and XLA reduce as this package."""
+    """Make JAX's programs get their communicators before they are first executed, and XLA reduce as this package."""
     for datatype in library.DATATYPES.values():  # with NaN, and alike on all ranks
         _core.set_reductions(datatype.code, *(_reduction(name, datatype) for name in ("SUM", "PROD", "MAX", "MIN")))
     internals.replace(pxla.ExecuteReplicated, "__call__", "", _execute)

@@ -18,7 +18,7 @@ ADVICE = "use --collectives gloo, or jaxmpi's own functions outside of the shard
 
 
 def _check(name: str, shapes: str, line: str) -> None:
-    """Raises for what XLA, or its use of MPI, cannot do."""
+    """Raise for what XLA, or its use of MPI, cannot do."""
     where = ((match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})") or ""
     if name not in _BY_MPI:
         raise NotImplementedError(f"jaxmpi: XLA has no {name} by MPI{where}: {ADVICE}")
@@ -39,7 +39,7 @@ def _check(name: str, shapes: str, line: str) -> None:
 
 
 def groups_of(program: str, devices: int) -> list[tuple[int, ...]]:
-    """The groups of devices between which a program communicates, by their positions among so many devices.
+    """Return the groups of devices between which a program communicates, by their positions among so many devices.
 
     Args:
       program: the text of an HLO module after optimization.

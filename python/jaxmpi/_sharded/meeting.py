@@ -34,8 +34,9 @@ def world() -> tuple[int, int]:
 
 
 def local_device() -> int | None:
-    """The accelerator of this process, by JAX's numbers, as the launcher would choose; None if nothing is to be chosen:
-    the launcher or the program has, there are not several, or this process's number on its machine is not known."""
+    """Return the accelerator of this process, by JAX's numbers, as the launcher would choose; None if nothing is to be
+    chosen: the launcher or the program has, there are not several, or this process's number on its machine is not
+    known."""
     local = accelerators.local_rank(os.environ)
     if accelerators.decided or local is None:
         return None
@@ -47,7 +48,7 @@ def local_device() -> int | None:
 
 
 def start() -> None:
-    """Starts jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
+    """Start jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
     if before_jax.state.kind == "mpi" and (reason := before_jax.why_not_mpi()):
         raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
     if before_jax.state.kind == "mpi":
@@ -67,7 +68,8 @@ def start() -> None:
 
 
 def meet(seconds: float | None = None) -> str:
-    """The address of JAX's coordinator, once all ranks have come here. Raises RuntimeError that names who has not."""
+    """Return the address of JAX's coordinator, once all ranks have come here. Raise RuntimeError that names who has
+    not."""
     end = time.monotonic() + (seconds or _PATIENCE_SECONDS)
     answer = _lead(end) if _WORLD.rank == 0 else _follow(end + 5)
     if missing := answer.get("missing"):
@@ -123,7 +125,7 @@ def _lead(end: float) -> dict[str, Any]:
 
 
 def _wait_for(ranks: Any, end: float) -> list[int]:
-    """The numbers of the ranks from which a message has come, all of them or at the `end`."""
+    """Return the numbers of the ranks from which a message has come, all of them or at the `end`."""
     came: list[int] = []
     report = time.monotonic() + (SETTINGS.timeout or math.inf)
     while len(came) < len(ranks) and time.monotonic() < end:
@@ -137,8 +139,8 @@ def _wait_for(ranks: Any, end: float) -> list[int]:
 
 
 def _reached_by(ranks: list[int], end: float) -> tuple[str, bool]:
-    """An address of this machine that these ranks of other machines can connect to, and whether it is one: if none is
-    known, its name."""
+    """Return an address of this machine that these ranks of other machines can connect to, and whether it is one: if
+    none is known, its name."""
     if not ranks:
         return "127.0.0.1", True
     with socket.create_server(("", 0)) as listening:
@@ -182,7 +184,7 @@ _kept: list[socket.socket] = []
 
 
 def _port(host: str) -> int:
-    """A port of this address, or of all."""
+    """Return a port of this address, or of all."""
     if port := os.environ.get("JAX_COORDINATOR_PORT"):
         return int(port)
     kept = socket.socket()
@@ -193,7 +195,7 @@ def _port(host: str) -> int:
 
 
 def _not_by_a_proxy(host: str) -> dict[str, str]:
-    """Variables with which processes connect to the host themselves."""
+    """Return variables with which processes connect to the host themselves."""
     if not any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         return {}
     direct = os.environ.get("no_grpc_proxy")  # noqa: SIM112 (its name)

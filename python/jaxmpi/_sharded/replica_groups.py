@@ -62,7 +62,7 @@ class _Reader:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def text(self, began: int) -> str:
-        """What has been taken since."""
+        """Return what has been taken since."""
         return self.line[self.begins[began] : self.begins[self.at]].strip()
 
     def unlike(self, expected: str) -> Unreadable:
@@ -71,13 +71,13 @@ class _Reader:
         return Unreadable(f"{found} instead of {expected}")
 
     def skip(self, token: str) -> bool:
-        """Whether this token came, which then is taken."""
+        """Return whether this token came, which then is taken."""
         found = self.next == token
         self.at += found
         return found
 
     def take(self, pattern: str, expected: str = "") -> str:
-        """The token that comes, which is like the pattern."""
+        """Return the token that comes, which is like the pattern."""
         token = self.next
         if not re.fullmatch(pattern, token, re.DOTALL):
             raise self.unlike(expected or pattern.replace("\\", ""))
@@ -91,7 +91,7 @@ class _Reader:
         return self.take(r"'.*'|[A-Za-z_][\w.-]*", "the name of an axis").strip("'")
 
     def some(self, item: Callable[[], _T]) -> list[_T]:
-        """One or more, with commas between them."""
+        """Return one or more, with commas between them."""
         found = [item()]
         while self.skip(","):
             found.append(item())
@@ -157,7 +157,7 @@ def _part(read: _Reader, sizes: dict[str, int]) -> _Part:
 
 
 def _digits(axis: str, size: int, parts: list[_Part]) -> list[_Part]:
-    """All of an axis, so that these are some of them."""
+    """Return all of an axis, so that these are some of them."""
     own = [part for part in parts if part.axis == axis and part.size != 1]
     cuts = sorted({1, size, *(part.before for part in own), *(part.before * part.size for part in own)})
     exact = cuts[0] == 1 and cuts[-1] == size and all(b % a == 0 for a, b in itertools.pairwise(cuts))
@@ -213,7 +213,7 @@ def _checked(groups: list[Group], ids: int) -> list[Group]:
 
 
 def groups_in(text: str, ids: int) -> list[Group]:
-    """The groups that XLA writes behind `replica_groups=`, of so many ids.
+    """Return the groups that XLA writes behind `replica_groups=`, of so many ids.
 
     Raises:
       Unreadable: they are written in another way, or do not have each id once.
@@ -255,7 +255,7 @@ of partitions."""
 
 
 def _attributes(read: _Reader) -> dict[str, Any]:
-    """What comes behind the operands of an instruction, or the name of a module; most of it as text."""
+    """Return what comes behind the operands of an instruction, or the name of a module; most of it as text."""
     special = {"replica_groups": _groups, "source_target_pairs": _pairs}
     found: dict[str, Any] = {}
     while read.skip(","):
@@ -274,7 +274,7 @@ def _attributes(read: _Reader) -> dict[str, Any]:
 
 
 def _positions(opcode: str, attributes: dict[str, Any], rows: np.ndarray) -> list[Group]:
-    """The groups of an instruction, by XLA's rules of what its ids are."""
+    """Return the groups of an instruction, by XLA's rules of what its ids are."""
     replicas, partitions = rows.shape
     channel = "channel_id" in attributes
     if attributes.get("use_global_device_ids") == "true":
@@ -292,7 +292,7 @@ def _positions(opcode: str, attributes: dict[str, Any], rows: np.ndarray) -> lis
 
 
 def _is_opcode(read: _Reader) -> bool:
-    """A shape has no name before a parenthesis, but within brackets."""
+    """Return a shape has no name before a parenthesis, but within brackets."""
     return read.next[:1].isalpha() and read.tokens[read.at + 1 : read.at + 2] == ["("]
 
 
@@ -316,7 +316,7 @@ def _collective(line: str, rows: np.ndarray) -> Collective | None:
 
 
 def _rows(header: str) -> np.ndarray:
-    """The positions of a program's devices, by replicas and partitions."""
+    """Return the positions of a program's devices, by replicas and partitions."""
     read = _Reader(header)
     read.take("HloModule")
     read.take(".+", "a name")
