@@ -54,7 +54,7 @@ class Jitted(Protocol[P, R_co]):
     def clear_cache(self) -> None: ...
 
     # As an attribute of a class. `staticmethod` and `classmethod` around it are not visible here; only the type of the
-    # first parameter tells what is bound. If it takes a class, the function is a classmethod, or takes anything.
+    # first parameter shows what is bound. If it takes a class, the function is a classmethod, or takes anything.
     @overload
     def __get__(self: "_Unbound[First, Rest, R_co]", instance: Any, owner: First, /) -> "Jitted[..., R_co]": ...
     @overload
