@@ -38,13 +38,13 @@ def differentiate_custom_jvp(
 ) -> Any:
     """Give all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
 
-    If all of them have tangents already the rule is not traced to ask whether it communicates: JAX calls it anyway.
+    If all operands have tangents already, the rule is not traced to see whether it communicates: JAX calls it anyway.
     """
 
     def asks(avals: Any) -> Any:
         return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
-    inputs_of(trace)  # closes the list: values made from here on are not differentiated inputs
+    inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
     without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
     asked = _asked(trace, tracers, function, rule, asks) if without or inside_higher_order.get() else False
@@ -79,7 +79,7 @@ def differentiate_custom_vjp(
             not called and _backward_communicates(forward, backward, avals, out_trees)
         )
 
-    inputs_of(trace)  # closes the list: values made from here on are not differentiated inputs
+    inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
     called = has_tangent(trace, tracers)
     asked = (
@@ -99,7 +99,7 @@ def differentiate_custom_vjp(
 def _asked(
     trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
 ) -> bool | None:
-    """Return whether a function or its rule communicates; None if tracing them fails."""
+    """Return whether a function or the rule communicates; None if tracing them fails."""
     avals = [jax.typeof(x) for x in tracers]
     answers, key = _answers_for(function, rule, [*of, *avals])
     if (asked := answers.get(key)) is None:
@@ -115,7 +115,7 @@ def _asked(
 
 
 def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
-    """Return the cached answers for a function and its rule, and the key for these operands; an empty cache if the
+    """Return the cached answers for a function and a rule, and the key for these operands. The cache is empty if the
     answer may depend on more than the operands and their structure."""
     structure = [x for _, params in function.transforms for x in params]
     if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
@@ -159,8 +159,8 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
         _, residual_tree, *forwards = out_trees()
         sources = forwards[0] if forwards else [None] * residual_tree.num_leaves
         count = sum(source is None for source in sources)
-        made, outs = iter(results[:count]), results[count:]
-        residuals = [next(made) if source is None else avals[source] for source in sources]
+        new, outs = iter(results[:count]), results[count:]
+        residuals = [next(new) if source is None else avals[source] for source in sources]
         return communicates_when_called(backward, [*residuals, *outs])
     finally:
         forget(forward)
@@ -192,7 +192,7 @@ _LOOKS_AT_VALUES = (
 
 
 def rules_communicate(around: Any, jaxpr: Any) -> bool:
-    """Return whether a computation, which does not communicate, calls a function with a derivative rule that does.
+    """Return whether a computation without communication calls a function with a derivative rule that communicates.
 
     `around`: the trace outside the one that differentiates, or any other that may be used to trace the rule.
     """
@@ -200,7 +200,7 @@ def rules_communicate(around: Any, jaxpr: Any) -> bool:
 
 
 def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
-    """Return whether one equation of such a computation calls a function with a derivative rule that communicates."""
+    """Return whether one equation of the computation calls a function with a derivative rule that communicates."""
     known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[which]
     if which not in known:
         if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
@@ -211,12 +211,12 @@ def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
 
 
 def derivative_communicates(around: Any, params: JaxParams) -> bool:
-    """Return whether the computations inside an equation with these parameters call such a function."""
+    """Return whether the computations inside an equation with these parameters call a rule that communicates."""
     return any(rules_communicate(around, inner) for inner in jaxprs.inner_jaxprs(params))
 
 
 _with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKeyDictionary()
-"""Whether an equation of a jaxpr, by its position, calls a rule that communicates."""
+"""Whether an equation of a jaxpr, by position, calls a rule that communicates."""
 
 
 def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a trace that differentiates does with operations, and with higher-order primitives that communicate.
+"""How a trace that differentiates handles operations, and higher-order primitives that communicate.
 
 A higher-order primitive has a computation inside, which JAX differentiates: calls, branches, loops, linear solves.
 """
@@ -50,9 +50,8 @@ from jaxmpi._primitive.operation import in_derivative, is_ours
 def _operand_to_differentiate(
     trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
 ) -> list[int]:
-    """Return an operand that is made to depend on the differentiated inputs, among those from `start` to `stop`: one
-    with a tangent if possible; none if no operand can have one. `requests`: also one that may be a request, without
-    tangent."""
+    """Return an operand from `start` to `stop` to make depend on the differentiated inputs: one with a tangent if
+    possible; none if no operand can have one. `requests`: also an operand that may be a request, without tangent."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if internals.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
     others = possible if requests else [i for i in possible if not may_be_request(tracers[i])]
@@ -60,11 +59,11 @@ def _operand_to_differentiate(
 
 
 def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
-    """Return an operand of a higher-order primitive that is made to depend on the differentiated inputs; none if it
-    needs a dummy operand.
+    """Return an operand of a higher-order primitive to make depend on the differentiated inputs; none if it needs a
+    dummy operand.
 
-    It is no request, whose tangent would start its adjoint. A dummy operand is also needed if there are derivatives
-    inside, for their values must depend on what is differentiated, too.
+    The operand is not a request, whose tangent would start the adjoint of the request. A dummy operand is also needed
+    if there are derivatives inside, because their values must depend on the differentiated inputs, too.
     """
     if _has_derivatives(params) and _trace_with_dummy.get() is not trace:
         return []
@@ -72,7 +71,7 @@ def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxPara
 
 
 _trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("trace_with_dummy", default=None)
-"""The trace that differentiates a loop which has been given a dummy operand."""
+"""The trace that differentiates a loop to which a dummy operand was added."""
 
 
 def _has_derivatives(params: JaxParams) -> bool:
@@ -88,13 +87,13 @@ def _has_derivatives(params: JaxParams) -> bool:
 
 
 def _dummy_operand(trace: Any) -> Any:
-    """Return a number without meaning that, like its tangent, depends on what is differentiated."""
+    """Return a number without meaning. The number and the tangent depend on the differentiated inputs."""
     (tracer,) = make_operands_depend(trace, [ZERO], [0], "what")
     return make_value_depend(trace, tracer)
 
 
 def _differentiate_inside(own: Callable[..., Any], *args: Any, place: int | None = None) -> Any:
-    """Differentiate a higher-order primitive. `place`: of the dummy operand among the operands with tangents."""
+    """Differentiate a higher-order primitive. `place`: where the dummy operand is among the operands with tangents."""
     with during(inside_higher_order, True), during(place_of_dummy, place):
         return own(*args)
 
@@ -134,10 +133,10 @@ def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, par
 
 
 def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Make an operand of a linear solve's matrix and one of its right-hand side depend on the differentiated inputs.
+    """Make an operand of a linear solve's matrix and one of the right-hand side depend on the differentiated inputs.
 
     The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
-    of the derivative maps its solve, and with it what the matrix communicates: see
+    of the derivative maps the solve, and with it the communication of the matrix: see
     `rewrites.that_depends_on_arguments`.
     """
     lengths, parts = params["const_lengths"], params["jaxprs"]
@@ -158,13 +157,13 @@ def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: A
 
 
 def _refuse_custom_vmap(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> None:
-    """Refuse it: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
+    """Refuse the primitive: the user's rule decides what the tangent maps, which may differ from rank to rank."""
     raise unsupported("a function with jax.custom_batching.custom_vmap")
 
 
 def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Differentiate a primitive represented by an object, since JAX 0.9. All operands of a root get tangents, since its
-    derivative depends on which of them have some."""
+    """Differentiate a primitive represented by an object (JAX 0.9 and later). All operands of a root get tangents,
+    because the derivative depends on which of them have some."""
     which = internals.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
         raise unsupported(type(params["_prim"]).__name__)
@@ -172,7 +171,7 @@ def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, pa
 
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
-    """If the newer kind of checkpoint or its derivative communicates, binds the older kind, which carries effects."""
+    """Bind the older kind of checkpoint, which carries effects, if the newer kind or the derivative communicates."""
     jaxpr = jaxprs.open_jaxpr(traced.jaxpr)
     if EFFECT not in jaxpr.effects and not rules_communicate(core.trace_ctx.trace, jaxpr):
         return own(traced, *args)
@@ -242,8 +241,8 @@ def differentiate(
 def differentiate_call(
     own: Callable[..., Any], trace: Any, primitive: Any, function: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Differentiate what is called in the place of the call. The trace that JAX starts for it would have those operands
-    alone as differentiated inputs that have tangents, and there may be none."""
+    """Differentiate the called function in place of the call. The trace that JAX starts for the call would have only
+    the call's operands as differentiated inputs with tangents, and there may be none."""
     inputs_of(trace)
     if not communicates_when_called(function, map(jax.typeof, tracers)):
         return own(trace, primitive, function, tracers, params)

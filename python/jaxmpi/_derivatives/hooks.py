@@ -1,4 +1,4 @@
-"""The hooks: functions of JAX, and what replaces them."""
+"""The hooks: functions of JAX, and our functions in their place."""
 
 import functools
 from collections.abc import Callable
@@ -72,7 +72,7 @@ _CUSTOM_VJP = (
 )
 
 HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
-"""Functions of JAX, the names of their parameters, and what replaces them."""
+"""Functions of JAX, the names of their parameters, and our functions in their place."""
 
 HOOKS = (
     (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_input),

@@ -1,4 +1,4 @@
-"""Traces that differentiate: what communicates in them depends on all values that they were started with, the differentiated inputs."""
+"""Traces that differentiate: all communication in them depends on the differentiated inputs, with which they start."""
 
 import contextvars
 import functools
@@ -17,8 +17,8 @@ from jaxmpi._primitive.effect import ZERO, Unsupported, during
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 
 _inputs: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
-"""The inputs of a trace: the values with which it was started, each with its tangent. Once `inputs_of` has made a tuple
-of them no more are added."""
+"""The differentiated inputs of a trace: the values with which it started, each with a tangent. Once `inputs_of` has
+made a tuple of the list, no more inputs are added."""
 
 
 def record_input(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
@@ -33,15 +33,16 @@ def record_input(own: Callable[..., None], tracer: Any, trace: Any, primal: Any,
 
 
 place_of_dummy: contextvars.ContextVar[int | None] = contextvars.ContextVar("place_of_dummy", default=None)
-"""The place of the dummy operand among the differentiated inputs of the trace that is about to be started, which differentiates the
-computation inside of a higher-order primitive; None if there is no dummy operand, or the trace has been started."""
+"""The place of the dummy operand among the differentiated inputs of the trace that is about to start, which
+differentiates the computation inside of a higher-order primitive. None if there is no dummy operand, or the trace has
+started."""
 
 _places: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 """The place of the dummy operand among the differentiated inputs of a trace that has one."""
 
 
 def without_dummy(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that is called for each equation, and may start traces, which have no dummy operand."""
+    """Wrap a hook that is called for each equation, and may start traces, which have no dummy operand."""
 
     @functools.wraps(hook)
     def call(*args: Any, **options: Any) -> Any:
@@ -54,6 +55,7 @@ def without_dummy(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inputs_of(trace: Any) -> tuple[Any, ...]:
+    """Return the differentiated inputs of a trace, and close the list."""
     inputs = _inputs.get(trace, ())
     if type(inputs) is not tuple:
         inputs = _inputs[trace] = tuple(inputs)
@@ -61,10 +63,10 @@ def inputs_of(trace: Any) -> tuple[Any, ...]:
 
 
 def _as_one_number(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
-    """Return a number that depends on all values of the differentiated inputs, or on all their tangents, made in the
-    trace that is current.
+    """Return a number that depends on all values of the differentiated inputs, or on all their tangents. It is made in
+    the current trace.
 
-    What depends on it then needs one operand, not one for each input.
+    A value that depends on it then needs one operand, not one for each input.
     """
     inputs = [pair[of_tangents] for pair in inputs_of(trace)]
     if len(inputs) < 2:
@@ -83,7 +85,7 @@ def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
 
 
 def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Return whether one of them has a tangent."""
+    """Return whether one of the values has a tangent."""
     return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
 
 
@@ -95,7 +97,7 @@ def make_operands_depend(
     Args:
       trace: the trace that differentiates.
       tracers: the operands.
-      which: the positions of those that get such tangents.
+      which: the positions of the operands that get these tangents.
       why: what communicates, for the error if there is no differentiated input.
       always: any `vmap` outside maps these tangents. On another rank they may depend on what it maps, even if not here.
     """
@@ -124,13 +126,14 @@ inside_higher_order: contextvars.ContextVar[bool] = contextvars.ContextVar("insi
 def make_value_depend(trace: Any, tracer: Any) -> Any:
     """Return a tracer with the value of another, which depends on the differentiated inputs.
 
-    A `vmap` that maps the values of the differentiated inputs maps it, and so does any other `vmap` that does not map their tangents:
-    on another rank the value may depend on what it maps.
+    A `vmap` that maps the values of the differentiated inputs maps it. So does any other `vmap` that does not map their
+    tangents: on another rank the value may depend on what it maps.
 
     A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of higher-order
-    primitives the tangents do not tell, since they depend on all differentiated inputs and are always mapped; there the values depend
-    on the dummy operand, which does so on the differentiated inputs outside. They do not depend on the other operands: tangents of
-    an earlier derivative may be among them, and be mapped, which are differentiated inputs on some ranks and constants on others.
+    primitives the tangents do not show this: they depend on all differentiated inputs and are always mapped. There the
+    values depend on the dummy operand, which depends on the differentiated inputs outside. The values do not depend on
+    the other operands. Mapped tangents of an earlier derivative may be among these; they are differentiated inputs on
+    some ranks and constants on others.
     """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
     with core.set_current_trace(trace.parent_trace):

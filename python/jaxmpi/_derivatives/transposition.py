@@ -1,4 +1,4 @@
-"""Transposition: every cotangent depends on all cotangents that a transposition was started with."""
+"""Transposition: every cotangent depends on all cotangents with which a transposition started."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +25,10 @@ def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, cts: Any, **more: Any) -> Any:
-    """Transpose a computation with one more result, the dual of what a trace that differentiates does.
+    """Transpose a computation with one more result, the dual of a trace that differentiates.
 
-    There each operand depends on all inputs; here the additional result depends on all results of operations, so that
-    all their cotangents depend on its cotangent. So what maps a cotangent on one rank maps it on all.
+    There each operand depends on all inputs. Here the additional result depends on all results of operations, so that
+    all their cotangents depend on the cotangent of that result. So a map of a cotangent on one rank is a map on all.
     """
     if EFFECT not in jaxpr.effects:
         return own(jaxpr, stack, consts, primals, cts, **more)
@@ -65,7 +65,7 @@ _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradA
 
 
 def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
-    """Return a jaxpr with one more result, which is linear in the results of everything that communicates. `linear` are
+    """Return a jaxpr with one more result, which is linear in the results of all equations that communicate. `linear`:
     the arguments in which the computation is linear."""
     linear = set(linear)
     equations, communicated = [], []
@@ -77,7 +77,7 @@ def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
         if EFFECT in equation.effects:
             outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
             replacements = _with_result(equation.replace(outvars=outvars), linear)
-            if not getattr(equation.primitive, "starts", False):  # the cotangent of a request depends on it in its wait
+            if not getattr(equation.primitive, "starts", False):  # the cotangent of a request depends on it in the wait
                 communicated += [x for e in replacements for x in e.outvars if internals.inexact(x.aval)]
         linear.update(x for e in replacements for x in e.outvars)
         equations += replacements
@@ -88,8 +88,8 @@ def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
 
 
 def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
-    """Return the equations for a nested call, branch or loop. If it has no differentiable result it also returns one of
-    the values in which it is linear."""
+    """Return the equations for a nested call, branch or loop. If it has no differentiable result, it also returns one
+    of the values in which it is linear."""
     possible = [
         i
         for i, x in enumerate(equation.invars)

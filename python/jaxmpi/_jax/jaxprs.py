@@ -21,12 +21,12 @@ def open_jaxpr(jaxpr: Any) -> Any:
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
-    """Return the values of the constants of a closed jaxpr; none of an open one."""
+    """Return the values of the constants of a closed jaxpr; an empty sequence for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
 def change_open(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a jaxpr, closed or not, with `change` made of its open jaxpr."""
+    """Return a jaxpr, closed or not, with `change` applied to the open jaxpr."""
     inner = open_jaxpr(jaxpr)
     return change(inner) if inner is jaxpr else jaxpr.replace(jaxpr=change(inner))
 
@@ -51,7 +51,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def of_equation(jaxpr: Any, equation: Any) -> Any:
-    """Return a jaxpr of one equation of `jaxpr` alone, with all its operands as arguments."""
+    """Return a jaxpr of one equation of `jaxpr` alone, with all operands as arguments."""
     operands = [core.Var(jax.typeof(x.val)) if isinstance(x, Literal) else core.Var(x.aval) for x in equation.invars]
     results = [core.Var(x.aval) for x in equation.outvars]
     equation = equation.replace(invars=operands, outvars=results)
@@ -81,11 +81,11 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] | None:
-    """Return the computation inside a loop or a nested call: its parameter's name, itself, which of its arguments are
-    kept.
+    """Return the computation inside a loop or a nested call: the parameter's name, itself, and which arguments
+    are kept. Return None for any other equation.
 
     Kept are the operands that every step of a loop uses, and the operands of a call that are `needed` after it, or
-    literals; the carried values and rows of a loop are not. None for any other equation.
+    literals. The carried values and rows of a loop are not kept.
     """
     params = equation.params
     match equation.primitive.name:
@@ -102,7 +102,7 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
 
 
 def elements(jaxpr: Any, effect: internals.Effect) -> float:
-    """About how many elements a jaxpr computes, without what has the effect itself; infinity if that is not known."""
+    """Return about how many elements a jaxpr computes, except by equations with the effect; infinity if unknown."""
     total = 0.0
     for equation in open_jaxpr(jaxpr).eqns:
         inner = list(inner_jaxprs(equation.params))

@@ -224,7 +224,7 @@ def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
 
 
 def integer(value: Any, operation: str, argument: str) -> int:
-    """Return a static integer. Raise TypeError for anything else, such as a traced value."""
+    """Return a static integer. Raise TypeError for anything else, a traced value for example."""
     if type(value) is int:
         return value
     if internals.is_tracer(value):
@@ -357,7 +357,7 @@ def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[l
 
 
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:
-    """Return one leaf of an input to a reduction. Raise TypeError if MPI has no such reduction for its dtype."""
+    """Return one leaf of an input to a reduction. Raise TypeError if MPI has no reduction like this for the dtype."""
     x = _as_array(x, operation, argument)
     if keys.is_key(x):
         raise TypeError(

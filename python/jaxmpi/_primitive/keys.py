@@ -17,7 +17,7 @@ from jaxmpi._jax import internals
 
 
 def is_key(x: Any) -> bool:
-    """Return whether an array, or its type, is of typed keys."""
+    """Return whether an array, or a type, is of typed keys."""
     return type(x) is not internals.ConcreteArray and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

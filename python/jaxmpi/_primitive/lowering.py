@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Common)
 
 @dataclass(frozen=True)
 class Passed:
-    """The buffers that one rank passes to the core, by its part in the operation. Host buffers are always passed."""
+    """The buffers that one rank passes to the core, by the rank's part in the operation. Host buffers are always passed."""
 
     operands: bool = True
     """The operands that MPI reads are passed; otherwise they are templates, too."""
@@ -45,7 +45,7 @@ class Lowered(primitives.Primitive, Generic[P]):
     multiple_results = True
 
     identity = False
-    """Whether it is the identity; only its transpose communicates. The core has no operation for it."""
+    """Whether it is the identity; only the transpose communicates. The core has no operation for it."""
     works_in_place = False
     """Whether a result may alias the operand of the same number, where `params.in_place` is set and `may_alias`."""
 
@@ -59,11 +59,11 @@ class Lowered(primitives.Primitive, Generic[P]):
     # --- what an operation declares ---
 
     def results(self, avals: Sequence[Any], params: P) -> Sequence[Any]:
-        """Return the types of the results from those of the operands: by default that of the last one."""
+        """Return the types of the results from the types of the operands: by default the type of the last one."""
         return avals[-1:]
 
     def templates(self, params: P) -> int:
-        """Return how many operands are templates, after those that the core has."""
+        """Return how many operands are templates, after the operands that the core has."""
         return 0
 
     def passes(self, params: P) -> Passed:

@@ -42,7 +42,7 @@ class Operation(Transformed[P]):
     """The operation whose map is the transpose, if it is another one. The second of the two sets it."""
 
     def apply(self, params: P, *operands: Any) -> list[Any]:
-        """Apply the operation, and return the results. Outside of any trace this calls its compiled program."""
+        """Apply the operation, and return the results. Outside of any trace this calls the compiled program."""
         if internals.trace_state_clean():
             return _call(self, params.comm, params, operands)
         if params.derivative == TANGENT:  # a value that a JVP rule communicates, too

@@ -1,7 +1,7 @@
 """The parameters of operations: a frozen dataclass for each family.
 
 To JAX they are one parameter, `call`. Equal parameters are one key of the compiled programs of eager calls, so each
-object keeps its hash. What a dataclass does not have follows from the operands.
+object keeps the hash. What a dataclass does not have follows from the operands.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Arrays of a pytree that are received one by one: the last raises the error of any, so that all of them are received.
 
 XLA executes nothing that follows a failed operation. If the rest of a pytree were not received, other ranks would wait,
-or a later receive would get it, without a word. So each operation carries its position among the leaves of the pytree.
+or a later receive would get it, without a word. So each operation carries a position among the leaves of the pytree.
 The core drops what does not fit, and keeps the error until the last leaf (csrc/core/failure.h).
 """
 

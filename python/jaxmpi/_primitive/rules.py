@@ -2,7 +2,7 @@
 
 Operations communicate tangents and cotangents, too. That works only if all ranks take part. On some rank the operand
 may not depend on the differentiated inputs (a constant template above all), or nothing may depend on the result. JAX
-leaves such operations out of derivatives. So inside a differentiated function every operation on floating-point arrays
+leaves these operations out of derivatives. So inside a differentiated function every operation on floating-point arrays
 is differentiated: an operand without tangent gets zeros as a tangent, and the effect keeps operations whose results are
 not used.
 """

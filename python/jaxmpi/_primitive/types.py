@@ -32,7 +32,7 @@ class JitOptions(TypedDict, total=False):
 
 
 class _Unbound(Protocol[First_contra, P, R_co]):
-    """A function with a first parameter: mypy and pyright infer its type from this, but not from `Concatenate`."""
+    """A function with a first parameter: mypy and pyright infer the type from this, but not from `Concatenate`."""
 
     def __call__(self, first: First_contra, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
