@@ -1,6 +1,6 @@
 """Operations by a plan: any number of arrays of any dtypes in one call, with a result for each.
 
-The derivative is of those arrays that have one.
+The derivative is a derivative of the arrays that have one.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
 
 
 def of_words(params: Planned, arrays: Arrays) -> tuple[Planned, list[Any]]:
-    """Return the parameters and the operands, of the words of keys among the arrays."""
+    """Return the parameters and the operands with the words of keys in the place of keys."""
     more = map(keys.axes, arrays)
     per_array = tuple(params.pattern.behind(place, n) for place, n in zip(params.per_array, more, strict=True))
     return dataclasses.replace(params, per_array=per_array), list(map(keys.words, arrays))
@@ -51,7 +51,7 @@ class ByPlan(Operation[Planned]):
             types = self.types(arrays, params)
             self.compare_keys(params, arrays)
             words = self.apply_to_all(*of_words(params, arrays))
-            return [keys.like(y, its.dtype) for y, its in zip(words, types, strict=True)]
+            return [keys.like(y, of_array.dtype) for y, of_array in zip(words, types, strict=True)]
         results: list[Any] = []
         for first in range(0, len(arrays), MOST_ARRAYS):
             chosen = slice(first, first + MOST_ARRAYS)
@@ -59,7 +59,7 @@ class ByPlan(Operation[Planned]):
         return results
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
-        """Return a batch is one axis more, of those arrays that have one."""
+        """Map some of the arrays: a batch is one more axis of each array that has one."""
         result_at = params.pattern.batch(params.adjoint)[1]
         operands = self.batch_fields(axis, operands, axes, params)
         return self.bind(*operands, call=params), [None if at is None else result_at for at in axes]
@@ -89,11 +89,11 @@ class ByPlan(Operation[Planned]):
         return self._linear_part(cotangents, which, back)
 
     def _linear_part(self, arrays: Arrays, which: Sequence[int], params: Planned) -> list[Any]:
-        """Return the operation of those of the arrays; in the place of others there is None."""
+        """Apply the operation to some of the arrays. Return None in the place of the others."""
         return spread(self.bind(*(arrays[i] for i in which), call=params), which, len(arrays))
 
 
-def spread(made: Arrays, which: Sequence[int], count: int) -> list[Any]:
-    """Return values at those positions of a list, and None at the others."""
-    given = dict(zip(which, made, strict=True))
-    return [given.get(i) for i in range(count)]
+def spread(values: Arrays, which: Sequence[int], count: int) -> list[Any]:
+    """Return values at these positions of a list, and None at the other positions."""
+    at = dict(zip(which, values, strict=True))
+    return [at.get(i) for i in range(count)]

@@ -49,7 +49,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """Stack the arrays of all ranks, on all ranks (MPI_Allgather).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
@@ -62,7 +62,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Alltoall(Collective[Common]):
-    """An exchange of blocks, which is its own adjoint."""
+    """An exchange of blocks. It is self-adjoint."""
 
     def batch_at(self, params: Common) -> tuple[int, int]:
         return 1, 1
@@ -79,7 +79,7 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """Send entry `i` of the first axis to rank i (MPI_Alltoall).
 
     Args:
-      x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
@@ -105,7 +105,7 @@ def barrier(*, comm: MPI.Comm | None = None) -> None:
     """Wait until all ranks have reached the barrier (MPI_Barrier).
 
     It orders communication, not Python: inside and outside `jit` the call may return before the barrier has completed.
-    `jax.effects_barrier()` waits for that.
+    `jax.effects_barrier()` waits for the barrier to complete.
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -116,9 +116,9 @@ def barrier(*, comm: MPI.Comm | None = None) -> None:
 class Bcast(Collective[Rooted]):
     """The adjoint is `reduce` of a sum.
 
-    Root's result is its operand, which the core returns nevertheless: so computations with it wait until it is sent.
-    XLA would put them before the call, and all other ranks would wait for them. If nothing else needs the operand the
-    result is aliased with it, and a loop need not copy it; otherwise it is copied once it is sent.
+    Root's result is its operand. Nevertheless the core returns it, so that computations with it wait until it is sent.
+    XLA would otherwise put them before the call, and all other ranks would wait for them. If nothing else needs the
+    operand, the result is aliased with it, and a loop need not copy it; otherwise it is copied once it is sent.
     """
 
     works_in_place = True
@@ -131,7 +131,7 @@ class Bcast(Collective[Rooted]):
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Rooted) -> list[Any]:
         totals = self.adjoint.apply_to_all(ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), cotangents)
-        # Other ranks do not read their template, so its cotangent is zero.
+        # Other ranks do not read the template, so the cotangent of it is zero.
         return totals if params.on_root else zeros_dependent_on(totals, operands)
 
 
@@ -143,7 +143,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 
     Args:
       x: on root the data; on other ranks a template of the same shape and dtype, whose values are not read. Or pytrees
-        of such. A template may be a `jax.ShapeDtypeStruct`.
+        of them. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -161,7 +161,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Gather(Collective[Rooted]):
-    """Root stacks all operands; on any other rank the result is its operand. The adjoint is `scatter`."""
+    """Root stacks all operands; on any other rank the result is the operand. The adjoint is `scatter`."""
 
     def result(self, aval: Any, params: Rooted) -> Any:
         return stacked(aval, params) if params.on_root else aval
@@ -187,7 +187,7 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Stack the arrays of all ranks, on root (MPI_Gather).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -231,7 +231,7 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 
     Args:
       x: on root an array of shape `(size, ...)`; on other ranks a template of shape `(...)`, whose values are not read.
-        Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
+        Or pytrees of them. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -254,9 +254,9 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 
 
 def check_same(arrays: Arrays, derivative: str | None, comm: communicators.Communicator, text: Text) -> None:
-    """Compare the arrays with rank 0's. A rank of which one differs then raises an error with the text."""
-    given = bcast_p.apply_to_all(Rooted(comm, 0, derivative=derivative), arrays)
-    if differ := list(map(_differs, arrays, given)):
+    """Compare the arrays with rank 0's. A rank where one differs raises an error with the text."""
+    of_root = bcast_p.apply_to_all(Rooted(comm, 0, derivative=derivative), arrays)
+    if differ := list(map(_differs, arrays, of_root)):
         check_p.apply(Comparing(comm, text), *differ)
 
 

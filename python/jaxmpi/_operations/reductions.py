@@ -43,7 +43,7 @@ def why_reduction_not_differentiable(op: arguments.Reduction) -> str:
 
 
 class Reduction(Collective[R]):
-    """A sum is linear; the tangent of another reduction is made of sums."""
+    """A reduction. A sum is linear; the tangent of another reduction is made of sums."""
 
     nondifferentiable_on_all_ranks = True
 
@@ -56,16 +56,16 @@ class Reduction(Collective[R]):
         return [self.tangent_of_one(x, t, y, params) for x, t, y in zip(primals, tangents, results, strict=True)]
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: R) -> Any:
-        """Return the tangent of one array's result, if the reduction is no sum."""
+        """Return the tangent of one array's result, if the reduction is not a sum."""
         raise NotImplementedError
 
     def reduce_tree(self, params: R, x: Any) -> Any:
-        """Check all leaves of `x`, then reduces them."""
+        """Check all leaves of `x`, then reduce them."""
         return self.apply_to_tree(params, x, arguments.reducible, params.op)
 
 
 class Allreduce(Reduction[Reducing]):
-    """The result is replicated and a loss computed from it counts once, so its cotangent is passed on unchanged. The
+    """The result is replicated and a loss computed from it counts once. So its cotangent is passed on unchanged. The
     transpose of this identity must be the allreduce again: so it is the operation `replicate`."""
 
     works_in_place = True
@@ -87,14 +87,14 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Reduce the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`, which must live as long as
         functions that were compiled with it are called.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
       The result has the shape and dtype of `x`. For `MPI.SUM`, `PROD`, `MAX` and `MIN` it can be
-      differentiated: the result counts as one replicated value, so with SUM each rank gets its cotangent unchanged.
+      differentiated: the result counts as one replicated value, so with SUM each rank gets the cotangent unchanged.
 
     Raises:
       TypeError: `op` is not defined for the dtype, or an argument is of the wrong type. ValueError: a freed `comm` or
@@ -107,7 +107,7 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Reduce(Reduction[ReducingTo]):
-    """Root reduces all operands; on any other rank the result is its operand. The adjoint of a sum is `bcast`."""
+    """Root reduces all operands; on any other rank the result is the operand. The adjoint of a sum is `bcast`."""
 
     works_in_place = True
 
@@ -134,7 +134,7 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None) -> An
     """Reduce the arrays of all ranks element by element; root gets the result (MPI_Reduce).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -180,19 +180,20 @@ class Scan(Reduction[Reducing]):
         name, x = params.op.name, jnp.asarray(x)
         if name == "PROD":
             for distance in _distances(params):
-                exists, (earlier, its_tangent) = _shifted(distance, params, x, tangent)
+                exists, (earlier, earlier_tangent) = _shifted(distance, params, x, tangent)
                 if exists:
-                    x, tangent = earlier * x, its_tangent * x + earlier * tangent
+                    x, tangent = earlier * x, earlier_tangent * x + earlier * tangent
             return tangent
-        count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far with the extreme value, which share its tangent
+        count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far with the extreme value, which share the tangent
         for distance in _distances(params):
-            exists, (earlier, its_count, its_tangent) = _shifted(distance, params, x, count, tangent)
+            exists, (earlier, earlier_count, earlier_tangent) = _shifted(distance, params, x, count, tangent)
             if not exists:
                 continue
             wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
-            share = jnp.where(ties, _ratio(its_count, its_count + count, x), jnp.where(wins, 1, 0)).astype(x.dtype)
-            tangent = jnp.where(share > 0, share * its_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
-            count = jnp.where(ties, its_count + count, jnp.where(wins, its_count, count))
+            share = jnp.where(ties, _ratio(earlier_count, earlier_count + count, x), jnp.where(wins, 1, 0))
+            share = share.astype(x.dtype)
+            tangent = jnp.where(share > 0, share * earlier_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
+            count = jnp.where(ties, earlier_count + count, jnp.where(wins, earlier_count, count))
             x = jnp.where(wins, earlier, x)
         return tangent
 
@@ -206,10 +207,10 @@ scan_p = Scan("scan")
 
 
 def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Inclusive prefix reduction: rank i gets the reduction over ranks 0 to i (MPI_Scan).
+    """Reduce over the ranks up to this one: rank i gets the reduction over ranks 0 to i (MPI_Scan).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -224,7 +225,7 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Exscan(Scan):
-    """As `Scan`, without this rank."""
+    """As `Scan`, without the operand of this rank."""
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
         return _shifted(1, params, super().tangent_of_one(x, tangent, result, params))[1][0]
@@ -234,16 +235,16 @@ exscan_p = Exscan("exscan")
 
 
 def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Exclusive prefix reduction: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
+    """Reduce over the ranks before this one: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      Same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets what
-      changes nothing: 0 of SUM, 1 of PROD, the least value of MAX and so on; zeros of a user-made `op`.
+      Same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets the identity
+      element: 0 for SUM, 1 for PROD, the least value for MAX and so on; zeros for a user-made `op`.
 
     Raises:
       TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
@@ -259,8 +260,8 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _changing_nothing(name: str, zeros: Any) -> Any:
-    """Return the identity of a reduction, in the place of zeros, which the core makes on rank 0. As a constant of a
-    program it is no transfer to a device."""
+    """Return the identity of a reduction in the place of zeros, which the core makes on rank 0. A constant of a program
+    needs no transfer to a device."""
     return jax.tree.map(lambda x: x + arguments.identity(name, x.dtype), zeros)
 
 
@@ -292,8 +293,8 @@ def _reverse(x: Any, params: Common) -> Any:
 
 
 def _shifted(distance: int, params: Common, *arrays: Any) -> tuple[bool, list[Any]]:
-    """Return whether a rank is `distance` before this one (after, if negative), and its arrays; zeros if there is
-    none."""
+    """Return whether a rank is `distance` before this one (after, if negative), and the arrays of that rank; zeros if
+    there is none."""
     rank, size = params.comm.rank, params.comm.size
     source, dest = rank - distance, rank + distance
     exists = 0 <= source < size
@@ -302,7 +303,7 @@ def _shifted(distance: int, params: Common, *arrays: Any) -> tuple[bool, list[An
 
 
 def _distances(params: Common) -> Iterator[int]:
-    """1, 2, 4, ... below the number of ranks: the steps of a prefix reduction by doubling."""
+    """Yield 1, 2, 4, ... below the number of ranks: the steps of a prefix reduction by doubling."""
     distance = 1
     while distance < params.comm.size:
         yield distance
@@ -323,13 +324,13 @@ def _product_of_others(x: Any, params: Common) -> Any:
 
 
 def _share_of_extreme(x: Any, extreme: Any, params: Common) -> Any:
-    """1 / (number of ranks with the extreme value) where this rank has it, else 0."""
+    """Return 1 / (number of ranks with the extreme value) where this rank has it, else 0."""
     mine = x == extreme
     count = reduced_everywhere(mine.astype(jnp.int32), SUM, params)
     return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
 def _ratio(a: Any, b: Any, like: Any) -> Any:
-    """a / b of integers, as precise as `like`, unlike JAX's division of integers."""
+    """Return a / b of integers, as precise as `like`, unlike JAX's division of integers."""
     precise = like.dtype if like.dtype.itemsize >= 4 else jnp.float32
     return jnp.asarray(a, precise) / jnp.asarray(b, precise)

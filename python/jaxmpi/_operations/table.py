@@ -1,4 +1,4 @@
-"""All operations. Those that the core executes have a row in csrc/core/ops.def, under the same name."""
+"""All operations. Each operation that the core executes has a row in csrc/core/ops.def, under the same name."""
 
 from jaxmpi._mpi import library
 from jaxmpi._operations import (

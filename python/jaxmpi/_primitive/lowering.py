@@ -26,7 +26,8 @@ P = TypeVar("P", bound=Common)
 
 @dataclass(frozen=True)
 class Passed:
-    """The buffers that one rank passes to the core, by the rank's part in the operation. Host buffers are always passed."""
+    """The buffers that one rank passes to the core; each rank has a part in the operation. Host buffers are always
+    passed."""
 
     operands: bool = True
     """The operands that MPI reads are passed; otherwise they are templates, too."""
