@@ -217,7 +217,7 @@ def test_another_process_than_the_rank(job):
     """
     done = job(text, check=False)
     assert done.returncode != 0
-    assert re.search(r"was told process \d of 2, but this is rank \d of 2", done.stderr)
+    assert re.search(r"got process \d of 2, but this is rank \d of 2", done.stderr)
 
 
 REFUSED = """

@@ -376,8 +376,8 @@ def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: M
     Raises:
       ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
       anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if root's counts are negative or more than root's `n`; on each
-      rank with more rows than there is room for.
+      jax.errors.JaxRuntimeError: at run time: on all ranks, if root's counts are negative or more than root's `n`; on
+      each rank with more rows than there is room for.
     """
     resolved = communicators.resolve(comm, "scatterv")
     root = arguments.rank(root, resolved, "scatterv", "root")
