@@ -1,8 +1,8 @@
-"""The tags of messages: derivatives have their own, so that their messages never match those of the function itself.
+"""The tags of messages. Derivatives have other tags, so that their messages never match messages of the function.
 
 The upper half of MPI's tags belongs to derivatives, one for each tag in the lower half: the tangents and cotangents of
-a message with tag t have tag t + half. The last three of the lower half are the library's: two are those of plans
-(plans.py), whose messages tell of what they are themselves.
+a message with tag t have tag t + half. The last three tags of the lower half belong to the library. Two of them are for
+messages of plans (plans.py), whose labels say which array and derivative they are of.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ OF_RULES = _FIRST - 1
 """The tag of exchanges that only a derivative makes."""
 
 KEPT = range(CONSTANTS["FIRST_TAG_OF_PLANS"], _FIRST)
-"""The tags that users may not use: two of the messages of plans, and that one."""
+"""The tags that users may not use: two tags of messages of plans, and the tag of rules."""
 
 
 def sent(tag: int, derivative: bool) -> int:

@@ -1,4 +1,4 @@
-"""What ranks do together outside of compiled programs, by mpi4py: a rank that waits in it is reported."""
+"""Communication by mpi4py outside of compiled programs: the watchdog reports a rank that waits in it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,11 +13,12 @@ from jaxmpi._mpi.strings import text_of
 
 @contextlib.contextmanager
 def waiting(comm: Communicator | None, name: str) -> Iterator[None]:
-    """Within it the watchdog reports this rank, if it takes long, as waiting in `name` on this communicator; None: on
-    COMM_WORLD, also where that has been given up.
+    """A context in which the watchdog reports this rank, if it takes long, as waiting in `name` on this communicator;
+    None: on COMM_WORLD, even if that has been given up.
 
-    It is for what all ranks of the communicator do together by mpi4py, such as to make a map. Operations of the package
-    are not called within it. Names are kept for ever: pass one of a few, such as that of the function.
+    It is for code in which all ranks of the communicator communicate by mpi4py, to make a map for example. Operations
+    of the package are not called in it. Names are kept for ever: pass one of a few, the name of the function for
+    example.
     """
     number = comm.number if comm is not None else _core.communicator(handle_of(MPI.COMM_WORLD))[0]  # type: ignore[index]
     entered = _core.enter(number, text_of(name).number)

@@ -3,14 +3,14 @@
 An instruction is a line: a name, `=`, the shapes of the results, the opcode, the operands in parentheses, and
 attributes. These attributes name the participants, in XLA's notations:
 
-    replica_groups      = "{" [list {"," list}] "}"                 no list: one group of all ids
-                        | "[" ids "]" "<=" iota                     the rows of it
-                        | mesh "{" [part {"," part}] "}"            over some axes of a mesh, the last of them fastest
-    source_target_pairs = "{" [list {"," list}] "}"                 lists of two
+    replica_groups      = "{" [list {"," list}] "}"                 no list: one group of all ids.
+                        | "[" ids "]" "<=" iota                     the rows of it.
+                        | mesh "{" [part {"," part}] "}"            over some axes of a mesh, the last of them fastest.
+    source_target_pairs = "{" [list {"," list}] "}"                 lists of two.
     mesh                = "mesh" "[" axis {"," axis} "]" ["," "device_ids" "=" "(" (iota | ids) ")"]
-    axis                = name "=" number                           the mesh is in the order of rows
-    part                = name [":" "(" number ")" number]          of an axis: behind parts of this product, this size
-    iota                = "[" ids "]" ["T" "(" ids ")"]             0, 1, … in this shape, then with transposed axes
+    axis                = name "=" number                           the mesh is in the order of rows.
+    part                = name [":" "(" number ")" number]          of an axis: behind parts of this product, this size.
+    iota                = "[" ids "]" ["T" "(" ids ")"]             0, 1, … in this shape, then with transposed axes.
     list                = "{" ids "}"
     ids                 = number {"," number}
 
@@ -38,8 +38,8 @@ class Unreadable(ValueError):
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(
-    r"""\s+ | /\*.*?\*/                          # an operand's or a shape's number, where there are many
-    | (?P<token> "(?:\\.|[^"\\])*" | '[^']*'     # text; the name of an axis, in which XLA escapes nothing
+    r"""\s+ | /\*.*?\*/                          # an operand's or a shape's number, where there are many.
+    | (?P<token> "(?:\\.|[^"\\])*" | '[^']*'     # text; the name of an axis, in which XLA escapes nothing.
     | %?[A-Za-z_][\w.-]* | [0-9]+ | <= | . )""",
     re.VERBOSE,
 )
