@@ -16,7 +16,7 @@ struct symbol {
  * NULL. */
 const char *symbols_load(void *library, const struct symbol *symbols, void *table);
 
-/* Stores the address of one function, NULL if the library has none of this name. Whether it has. */
+/* Stores the address of one function, NULL if the library has no function of this name. Returns whether it has one. */
 bool symbol_find(void *library, const char *name, void *function);
 
 #endif

@@ -42,7 +42,7 @@ static int count(int *devices) {
   return code != 0 ? code : CALL(cuDeviceGetCount, devices);
 }
 
-static int context(void *stream, void **found) { return CALL(cuStreamGetCtx, stream, (CUcontext *)found); }
+static int context(void *stream, void **result) { return CALL(cuStreamGetCtx, stream, (CUcontext *)result); }
 
 static int enter(void *of, void **previous) {
   *previous = NULL; /* the driver keeps a stack of contexts */

@@ -51,9 +51,9 @@ static int count(int *devices) {
 }
 
 /* HIP has deprecated contexts: a thread enters a device, by number. */
-static int context(void *stream, void **found) {
+static int context(void *stream, void **result) {
   int device = 0, code = CALL(hipStreamGetDevice, stream, &device);
-  *found = (void *)(intptr_t)device;
+  *result = (void *)(intptr_t)device;
   return code;
 }
 

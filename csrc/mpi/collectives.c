@@ -117,12 +117,12 @@ ffi_error *BODY(bcast)(struct call *c) {
   return call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)); /* for which nobody had to wait */
 }
 
-/* found: truth values. If one is true, the error has the text `text`. Communicates nothing. */
+/* differs: truth values. If one is true, the error has the text `text`. Communicates nothing. */
 ffi_error *BODY(check)(struct call *c) {
   ARGUMENTS(check, c);
-  for (const struct buffer *found = b.found; found < &c->buffers[c->buffer_count]; found++)
-    for (int64_t i = 0; i < found->count; i++)
-      if (((const bool *)found->data)[i])
+  for (const struct buffer *flags = b.differs; flags < &c->buffers[c->buffer_count]; flags++)
+    for (int64_t i = 0; i < flags->count; i++)
+      if (((const bool *)flags->data)[i])
         return call_fail(c, FFI_FAILED_PRECONDITION, "%s", (const char *)object_of(a.text));
   return NULL;
 }

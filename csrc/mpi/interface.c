@@ -72,9 +72,9 @@ static const char *load_table(void *library) {
 
 static int communicator(intptr_t handle, const char *stable_key, struct communicator **result) {
   MPI_Comm comm = (MPI_Comm)handle;
-  int code, found = 0, inter = 0;
+  int code, is_set = 0, inter = 0;
   *result = NULL;
-  if ((code = mpi.Comm_get_attr(comm, keyval, result, &found)) != MPI_SUCCESS || found) return code;
+  if ((code = mpi.Comm_get_attr(comm, keyval, result, &is_set)) != MPI_SUCCESS || is_set) return code;
   if ((code = mpi.Comm_test_inter(comm, &inter)) != MPI_SUCCESS || inter) return code;
   struct communicator *made = calloc(1, sizeof *made);
   if (made == NULL) return CODE_NO_MEMORY;

@@ -16,11 +16,11 @@
 #define add_unexpected       ABI_LOCAL(add_unexpected)
 
 /* See struct abi. */
-int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
-int match_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
+int match_message(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
 void receive_message(struct receive *receive);
 
-static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->found.status; }
+static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->info.status; }
 
 /* Matches a message for a blocking receive, behind the receives that are posted. */
 ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);

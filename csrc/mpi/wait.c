@@ -33,7 +33,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   PASS(fail_noted(c, request));
   if (!received) return fail_forgotten(c);
   if (receive->state == RECEIVE_MATCHED) {
-    message = (MPI_Message)receive->found.handle;
+    message = (MPI_Message)receive->info.handle;
     return receive_matched(c, out, &message, status_of(receive));
   }
   c->timeline.from = status_of(receive)->MPI_SOURCE;
@@ -45,7 +45,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
 
 /* Receives what has been matched into the memory of its receive, or drops it if it is of another size. */
 static void take_planned(struct request *request, struct receive *receive, int64_t bytes) {
-  MPI_Message message = (MPI_Message)receive->found.handle;
+  MPI_Message message = (MPI_Message)receive->info.handle;
   int code = bytes == receive->bytes ? receive_bytes(&message, receive->memory, bytes, status_of(receive))
                                      : message_discard(&message, bytes);
   note_code(request, "MPI_Mrecv", code);
@@ -102,7 +102,7 @@ static void drop_messages(struct request *request) {
   for (int i = 0; i < request->receive_count; i++) {
     struct receive *receive = &request->receives[i];
     if (!complete_receive(request, receive) || receive->state != RECEIVE_MATCHED) continue;
-    MPI_Message message = (MPI_Message)receive->found.handle;
+    MPI_Message message = (MPI_Message)receive->info.handle;
     message_discard(&message, bytes_of(receive));
   }
 }

@@ -116,17 +116,17 @@ bool call_site_add(int row, const int64_t attributes[], int type, int64_t count,
 }
 
 int call_sites_of(const int64_t summary[SUMMARY_WORDS], const char *texts[MOST_CALL_SITES]) {
-  int found = 0;
+  int count = 0;
   int least = summary_comm(summary)->chunk > 0 ? 0 : 1; /* calls in chunks have other counts */
-  for (int exact = 1; exact >= least && found == 0; exact--)
+  for (int exact = 1; exact >= least && count == 0; exact--)
     for (struct call_site *site = atomic_load(&sites[bucket_of(summary)]); site != NULL; site = site->next)
-      if (site_makes(site->summary, summary, exact) && found++ < MOST_CALL_SITES) texts[found - 1] = site->text;
-  return found;
+      if (site_makes(site->summary, summary, exact) && count++ < MOST_CALL_SITES) texts[count - 1] = site->text;
+  return count;
 }
 
 void summary_add_call_sites(struct text *text, const char *before, const int64_t summary[SUMMARY_WORDS]) {
   const char *texts[MOST_CALL_SITES];
-  int found = call_sites_of(summary, texts), more = found - MOST_CALL_SITES;
-  for (int i = 0; i < found && i < MOST_CALL_SITES; i++) text_add(text, "%s%s", i == 0 ? before : " or ", texts[i]);
+  int count = call_sites_of(summary, texts), more = count - MOST_CALL_SITES;
+  for (int i = 0; i < count && i < MOST_CALL_SITES; i++) text_add(text, "%s%s", i == 0 ? before : " or ", texts[i]);
   if (more > 0) text_add(text, " or %d more line%s", more, more > 1 ? "s" : "");
 }

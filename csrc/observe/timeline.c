@@ -229,13 +229,13 @@ static void add_string(struct text *line, const char *name, const char *string) 
 
 static void add_sites(struct text *line, const int64_t summary[SUMMARY_WORDS]) {
   const char *texts[MOST_CALL_SITES];
-  int found = call_sites_of(summary, texts), more = found - MOST_CALL_SITES;
-  for (int i = 0; i < found && i < MOST_CALL_SITES; i++) {
+  int count = call_sites_of(summary, texts), more = count - MOST_CALL_SITES;
+  for (int i = 0; i < count && i < MOST_CALL_SITES; i++) {
     text_add(line, i == 0 ? ",\"line\":\"" : " or ");
     add_json(line, texts[i]);
   }
   if (more > 0) text_add(line, " or %d more line%s", more, more > 1 ? "s" : "");
-  if (found > 0) text_add(line, "\"");
+  if (count > 0) text_add(line, "\"");
 }
 
 static void add_attribute(struct text *line, const struct event *event, int index) {

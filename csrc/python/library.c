@@ -148,9 +148,9 @@ static PyObject *flags(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
 static PyObject *driver_loaded(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  bool found = false;
-  for (const struct memory *const *space = memory_spaces; *space != NULL; space++) found |= memory_loaded(*space);
-  return PyBool_FromLong(found);
+  bool loaded = false;
+  for (const struct memory *const *space = memory_spaces; *space != NULL; space++) loaded |= memory_loaded(*space);
+  return PyBool_FromLong(loaded);
 }
 
 PyMethodDef library_methods[] = {

@@ -61,7 +61,7 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle;
   const char *stable_key = NULL;
-  struct communicator *found;
+  struct communicator *comm;
   if (!PyArg_ParseTuple(args, "n|s", &handle, &stable_key) || !is_loaded()) return NULL;
   if (runtime_has_ended()) return PyErr_Format(PyExc_RuntimeError, "jaxmpi: %s", runtime.ended);
   if (runtime.serialize) { /* the thread that holds the lock may need the GIL, for a reduction written in Python */
@@ -69,11 +69,11 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
     pthread_mutex_lock(&runtime.lock);
     PyEval_RestoreThread(state);
   }
-  int code = runtime.abi->communicator((intptr_t)handle, stable_key, &found);
+  int code = runtime.abi->communicator((intptr_t)handle, stable_key, &comm);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (code != 0) return raise_mpi_error(code);
-  if (found == NULL) Py_RETURN_NONE;
-  return Py_BuildValue("(Lii)", (long long)found->number, found->rank, found->size);
+  if (comm == NULL) Py_RETURN_NONE;
+  return Py_BuildValue("(Lii)", (long long)comm->number, comm->rank, comm->size);
 }
 
 PyDoc_STRVAR(take_freed_doc,

@@ -43,13 +43,13 @@ static PyObject *connect_group(PyObject *self, PyObject *args) {
   (void)self;
   long long number;
   if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
-  struct group *found = registry_at(number);
-  if (found == NULL) return PyErr_Format(PyExc_ValueError, "no group has the number %lld", number);
+  struct group *group = registry_at(number);
+  if (group == NULL) return PyErr_Format(PyExc_ValueError, "no group has the number %lld", number);
   PyThreadState *state = PyEval_SaveThread();
-  const ffi_error *error = sharded_connect(found);
+  const ffi_error *error = sharded_connect(group);
   PyEval_RestoreThread(state);
   if (error != NULL) return PyErr_Format(PyExc_RuntimeError, "%s", sharded_error());
-  return PyLong_FromSsize_t(found->handle);
+  return PyLong_FromSsize_t(group->handle);
 }
 
 PyDoc_STRVAR(expect_doc, "expect(number)\n\nThe communicator for which XLA asks next; 0: none.");

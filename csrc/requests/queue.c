@@ -5,7 +5,7 @@
 struct unexpected {
   struct unexpected *next;
   struct communicator *comm;
-  struct message_found found;
+  struct message_info info;
 };
 
 atomic_int queue_posted_count;
@@ -39,10 +39,10 @@ static void remove_receive(struct receive *receive) {
   count_more(&queue_posted_count, -1);
 }
 
-static bool append_unexpected(struct communicator *comm, const struct message_found *found) {
+static bool append_unexpected(struct communicator *comm, const struct message_info *info) {
   struct unexpected *made = aligned_alloc(_Alignof(struct unexpected), sizeof *made), **at = &first_unexpected;
   if (made == NULL) return false;
-  *made = (struct unexpected){.comm = comm, .found = *found};
+  *made = (struct unexpected){.comm = comm, .info = *info};
   while (*at != NULL) at = &(*at)->next;
   *at = made;
   count_more(&comm->queued, 1);
@@ -59,9 +59,9 @@ static void remove_unexpected(struct unexpected *message) {
 
 /* --- which message is for which receive --- */
 
-static bool receive_fits(const struct receive *receive, const struct message_found *found) {
-  return (receive->source == runtime.abi->any_source || receive->source == found->source) &&
-         receive_accepts(receive, found->tag);
+static bool receive_fits(const struct receive *receive, const struct message_info *info) {
+  return (receive->source == runtime.abi->any_source || receive->source == info->source) &&
+         receive_accepts(receive, info->tag);
 }
 
 static bool receives_overlap(const struct receive *a, const struct receive *b) {
@@ -77,10 +77,10 @@ static bool is_within(const struct receive *a, const struct receive *b) {
 }
 
 /* The first posted receive of the communicator that a message fits, before `last`; otherwise `last`. */
-static struct receive *first_for(const struct communicator *comm, const struct message_found *found,
+static struct receive *first_for(const struct communicator *comm, const struct message_info *info,
                                  struct receive *last) {
   struct receive *to = first_posted;
-  while (to != last && (to->comm != comm || !receive_fits(to, found))) to = to->next;
+  while (to != last && (to->comm != comm || !receive_fits(to, info))) to = to->next;
   return to;
 }
 
@@ -92,9 +92,9 @@ static bool is_behind_others(const struct receive *receive) {
   return other != receive;
 }
 
-static void deliver_message(struct receive *receive, const struct message_found *found) {
+static void deliver_message(struct receive *receive, const struct message_info *info) {
   remove_receive(receive);
-  receive->found = *found;
+  receive->info = *info;
   receive->state = RECEIVE_MATCHED;
   runtime.abi->receive(receive);
 }
@@ -102,10 +102,10 @@ static void deliver_message(struct receive *receive, const struct message_found 
 /* Delivers an unexpected message to a receive, if there is one for it. */
 static bool deliver_unexpected(struct receive *receive) {
   struct unexpected *message = first_unexpected;
-  while (message != NULL && (message->comm != receive->comm || !receive_fits(receive, &message->found)))
+  while (message != NULL && (message->comm != receive->comm || !receive_fits(receive, &message->info)))
     message = message->next;
   if (message == NULL) return false;
-  deliver_message(receive, &message->found);
+  deliver_message(receive, &message->info);
   remove_unexpected(message);
   return true;
 }
@@ -113,14 +113,14 @@ static bool deliver_unexpected(struct receive *receive) {
 /* Matches a message that is not for a receive with any tag which has found it: delivers it to the receive that it is
  * for, or keeps it. Returns an MPI error code, or CODE_NO_MEMORY. */
 static int match_for_others(struct communicator *comm, int source, int tag) {
-  struct message_found found;
+  struct message_info info;
   bool there = false;
-  int code = runtime.abi->match(comm, source, tag, &there, &found);
+  int code = runtime.abi->match(comm, source, tag, &there, &info);
   if (code != 0 || !there) return code;
-  struct receive *to = first_for(comm, &found, NULL);
+  struct receive *to = first_for(comm, &info, NULL);
   if (to != NULL)
-    deliver_message(to, &found);
-  else if (!append_unexpected(comm, &found))
+    deliver_message(to, &info);
+  else if (!append_unexpected(comm, &info))
     return CODE_NO_MEMORY;
   return 0;
 }
@@ -134,25 +134,25 @@ static bool fail_match(struct receive *receive, const char *function, int code) 
 /* If a message has come that this receive may have: delivers it, or one before it, to the first receive that it fits.
  */
 static bool match_posted(struct receive *receive) {
-  struct message_found found;
+  struct message_info info;
   bool there = false;
   int code, source = receive->source, tag = receive->tag;
   if (deliver_unexpected(receive)) return true;
   if (tag == runtime.abi->any_tag || is_behind_others(receive)) {
-    code = runtime.abi->probe(receive->comm, source, tag, &there, &found);
+    code = runtime.abi->probe(receive->comm, source, tag, &there, &info);
     if (code != 0) return fail_match(receive, "MPI_Iprobe", code);
     if (!there) return false;
-    if (!receive_accepts(receive, found.tag)) {
-      code = match_for_others(receive->comm, found.source, found.tag);
+    if (!receive_accepts(receive, info.tag)) {
+      code = match_for_others(receive->comm, info.source, info.tag);
       return code == 0 || fail_match(receive, "MPI_Improbe", code);
     }
-    struct receive *to = first_for(receive->comm, &found, receive);
+    struct receive *to = first_for(receive->comm, &info, receive);
     if (to != receive && !is_within(to, receive)) return match_posted(to);
-    source = found.source, tag = found.tag;
+    source = info.source, tag = info.tag;
   }
-  code = runtime.abi->match(receive->comm, source, tag, &there, &found);
+  code = runtime.abi->match(receive->comm, source, tag, &there, &info);
   if (code != 0) return fail_match(receive, "MPI_Improbe", code);
-  if (there) deliver_message(first_for(receive->comm, &found, receive), &found);
+  if (there) deliver_message(first_for(receive->comm, &info, receive), &info);
   return there;
 }
 
@@ -225,9 +225,9 @@ bool queue_has(const struct receive receives[], int count) {
   return posted;
 }
 
-bool queue_add_unexpected(struct communicator *comm, const struct message_found *found) {
+bool queue_add_unexpected(struct communicator *comm, const struct message_info *info) {
   pthread_mutex_lock(&lock);
-  bool kept = append_unexpected(comm, found);
+  bool kept = append_unexpected(comm, info);
   pthread_mutex_unlock(&lock);
   return kept;
 }

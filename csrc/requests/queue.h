@@ -17,7 +17,7 @@
 #include "core/plan.h"
 
 /* A message that MPI has matched; by a mere probe without `handle`. */
-struct message_found {
+struct message_info {
   int source, tag;
   intptr_t handle;              /* MPI_Message */
   _Alignas(16) char status[48]; /* MPI_Status */
@@ -38,7 +38,7 @@ struct receive {
   /* Once it is matched: */
   int code;             /* of MPI, and */
   const char *function; /* the function that has returned it */
-  struct message_found found;
+  struct message_info info;
   intptr_t handle; /* MPI_Request, if it is under way */
 };
 
@@ -77,7 +77,7 @@ void queue_await(struct receive *receive);
 bool queue_has(const struct receive receives[], int count);
 
 /* Keeps an unexpected message. False: no memory. */
-bool queue_add_unexpected(struct communicator *comm, const struct message_found *found);
+bool queue_add_unexpected(struct communicator *comm, const struct message_info *info);
 
 /* Drops all receives and messages of a communicator that has been freed; of all, if that is COMM_SELF. */
 void queue_forget(const struct communicator *comm);

@@ -60,8 +60,8 @@ static struct request *allocate(bool usual, int handles, int receives) {
 
 static struct request *spare_take(void) {
   for (int i = 0; i < SPARE_REQUESTS; i++) {
-    struct request *found = atomic_load_explicit(&spares[i], memory_order_relaxed);
-    if (found != NULL && (found = atomic_exchange(&spares[i], NULL)) != NULL) return found;
+    struct request *request = atomic_load_explicit(&spares[i], memory_order_relaxed);
+    if (request != NULL && (request = atomic_exchange(&spares[i], NULL)) != NULL) return request;
   }
   return NULL;
 }
@@ -257,15 +257,15 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
   if (*error != NULL || (none && zero > 0)) return NULL;
   pthread_mutex_lock(&all.lock);
   int place = place_of(id);
-  struct request *found = place >= 0 ? all.places[place] : NULL;
-  if (found != NULL) {
+  struct request *request = place >= 0 ? all.places[place] : NULL;
+  if (request != NULL) {
     take_from(place);
-    if (found->receive_count == 1 && found->receives[0].request != NULL)
-      found->receives[0].exclusive = queue_withdraw_alone(&found->receives[0]);
+    if (request->receive_count == 1 && request->receives[0].request != NULL)
+      request->receives[0].exclusive = queue_withdraw_alone(&request->receives[0]);
   }
   pthread_mutex_unlock(&all.lock);
-  if (found == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
-  return found;
+  if (request == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
+  return request;
 }
 
 /* Takes out of the table the first receive of a run, from place `at` on, whose message has not been matched. */
@@ -375,12 +375,12 @@ void requests_forget(const struct communicator *comm) {
 }
 
 static struct request *take_one_on(const struct communicator *comm) {
-  struct request *found = NULL;
+  struct request *request = NULL;
   pthread_mutex_lock(&all.lock);
-  for (int i = 0; i < all.used && found == NULL; i++)
-    if (all.places[i] != NULL && all.places[i]->comm == comm) found = take_from(i);
+  for (int i = 0; i < all.used && request == NULL; i++)
+    if (all.places[i] != NULL && all.places[i]->comm == comm) request = take_from(i);
   pthread_mutex_unlock(&all.lock);
-  return found;
+  return request;
 }
 
 /* Whether MPI has let go of its memory. */

@@ -61,9 +61,9 @@ static struct communicator *comm_of(handle comm) {
 
 static struct reduction *reduction_of(handle op, handle type) {
   handle i = op - REDUCTIONS, code = type - TYPES;
-  struct reduction *found = i < 4 && code < DTYPE_CODES ? runtime.reductions[code][i] : NULL;
-  if (found == NULL) sharded_fail("XLA passes a reduction, or a datatype, that jaxmpi does not have for it");
-  return found;
+  struct reduction *reduction = i < 4 && code < DTYPE_CODES ? runtime.reductions[code][i] : NULL;
+  if (reduction == NULL) sharded_fail("XLA passes a reduction, or a datatype, that jaxmpi does not have for it");
+  return reduction;
 }
 
 EXPORT int MPIABI_Init_thread(int *argc, char ***argv, int required, int *provided) {
@@ -88,21 +88,21 @@ EXPORT int MPIABI_Is_thread_main(int *flag) {
 }
 
 EXPORT int MPIABI_Comm_rank(handle comm, int *rank) {
-  const struct communicator *found = comm_of(comm);
-  *rank = found != NULL ? found->rank : 0;
-  return found == NULL;
+  const struct communicator *target = comm_of(comm);
+  *rank = target != NULL ? target->rank : 0;
+  return target == NULL;
 }
 
 EXPORT int MPIABI_Comm_size(handle comm, int *size) {
-  const struct communicator *found = comm_of(comm);
-  *size = found != NULL ? found->size : 1;
-  return found == NULL;
+  const struct communicator *target = comm_of(comm);
+  *size = target != NULL ? target->size : 1;
+  return target == NULL;
 }
 
 EXPORT int MPIABI_Comm_split(handle comm, int color, int key, handle *result) {
   (void)comm, (void)color;
-  struct communicator *found = sharded_expected(key);
-  *result = found != NULL ? (handle)found : NO_COMM;
+  struct communicator *target = sharded_expected(key);
+  *result = target != NULL ? (handle)target : NO_COMM;
   return 0;
 }
 
@@ -113,38 +113,38 @@ EXPORT int MPIABI_Comm_free(handle *comm) {
 }
 
 EXPORT int MPIABI_Allreduce(const void *in, void *out, int count, handle type, handle op, handle comm) {
-  struct communicator *found = comm_of(comm);
+  struct communicator *target = comm_of(comm);
   struct reduction *reduction = reduction_of(op, type);
-  if (found == NULL || reduction == NULL) return 1;
-  return code(sharded_allreduce(in, out, count, (int)(type - TYPES), reduction, found));
+  if (target == NULL || reduction == NULL) return 1;
+  return code(sharded_allreduce(in, out, count, (int)(type - TYPES), reduction, target));
 }
 
 EXPORT int MPIABI_Allgather(const void *in, int count, handle type, void *out, int outcount, handle outtype,
                             handle comm) {
   (void)outcount, (void)outtype; /* XLA passes the same */
-  struct communicator *found = comm_of(comm);
-  return found == NULL ? 1 : code(sharded_allgather(in, count, (int)(type - TYPES), out, found));
+  struct communicator *target = comm_of(comm);
+  return target == NULL ? 1 : code(sharded_allgather(in, count, (int)(type - TYPES), out, target));
 }
 
 EXPORT int MPIABI_Reduce_scatter(const void *in, void *out, const int *counts, handle type, handle op, handle comm) {
-  struct communicator *found = comm_of(comm);
+  struct communicator *target = comm_of(comm);
   struct reduction *reduction = reduction_of(op, type);
-  if (found == NULL || reduction == NULL) return 1;
-  return code(sharded_reduce_scatter(in, out, counts[0], (int)(type - TYPES), reduction, found)); /* all are equal */
+  if (target == NULL || reduction == NULL) return 1;
+  return code(sharded_reduce_scatter(in, out, counts[0], (int)(type - TYPES), reduction, target)); /* all are equal */
 }
 
 EXPORT int MPIABI_Irecv(void *out, int bytes, handle type, int source, int tag, handle comm, handle *request) {
   (void)type, (void)tag; /* MPI_BYTE and 0 */
-  struct communicator *found = comm_of(comm);
+  struct communicator *target = comm_of(comm);
   *request = 0;
-  return found == NULL ? 1 : code(sharded_receive(out, bytes, source, found, (struct message **)(void *)request));
+  return target == NULL ? 1 : code(sharded_receive(out, bytes, source, target, (struct message **)(void *)request));
 }
 
 EXPORT int MPIABI_Isend(const void *in, int bytes, handle type, int to, int tag, handle comm, handle *request) {
   (void)type, (void)tag;
-  struct communicator *found = comm_of(comm);
+  struct communicator *target = comm_of(comm);
   *request = 0;
-  return found == NULL ? 1 : code(sharded_send(in, bytes, to, found, (struct message **)(void *)request));
+  return target == NULL ? 1 : code(sharded_send(in, bytes, to, target, (struct message **)(void *)request));
 }
 
 EXPORT int MPIABI_Wait(handle *request, void *status) {
@@ -157,6 +157,6 @@ EXPORT int MPIABI_Wait(handle *request, void *status) {
 EXPORT int MPIABI_Sendrecv(const void *in, int bytes, handle type, int to, int tag, void *out, int outbytes,
                            handle outtype, int from, int outtag, handle comm, void *status) {
   (void)type, (void)tag, (void)outbytes, (void)outtype, (void)outtag, (void)status;
-  struct communicator *found = comm_of(comm);
-  return found == NULL ? 1 : code(sharded_exchange(in, bytes, to, out, from, found));
+  struct communicator *target = comm_of(comm);
+  return target == NULL ? 1 : code(sharded_exchange(in, bytes, to, out, from, target));
 }
