@@ -9,8 +9,8 @@
 /* Bytes of the smallest part of a chunk that belongs to one rank. */
 enum { LEAST_COLUMN = 1 << 14 };
 
-/* The columns of MPI's buffers and the bytes of an element. False: these differ between the buffers, or there is no
- * such buffer, and the call is not divided. */
+/* The columns of MPI's buffers and the bytes of an element. False: these differ between the buffers, or MPI has no
+ * buffer, and the call is not divided. */
 static bool columns_of(const struct call *call, int64_t *columns, size_t *element) {
   *columns = 0, *element = 0;
   for (int i = 0; i < call->buffer_count; i++) {
@@ -146,7 +146,7 @@ static void move_leaves(const struct call *call, int buffer, bool back) {
 }
 
 ffi_error *call_leaves(struct call *call) {
-  size_t bytes[2] = {0, 0}; /* in the order of the buffers: first those that are read */
+  size_t bytes[2] = {0, 0}; /* in the order of the buffers: first the buffers that are read */
   for (int i = 0; i < call->buffer_count; i++)
     bytes[role_is_written(call->buffers[i].role)] += buffer_bytes(&call->buffers[i]);
   bool in_place = call->operation->divisibility == DIVIDE_CHUNKS && bytes[0] == bytes[1];

@@ -1,4 +1,4 @@
-/* How a call is divided into calls of MPI: in chunks, and with several buffers joined to one.
+/* The division of a call into calls of MPI: in chunks, and with several buffers joined to one.
  *
  * Threads: as body.h. call_chunks and call_leaves call call_body, and so take runtime.lock where MPI allows one call at
  * a time; the other functions need no lock. */
@@ -30,7 +30,7 @@ ffi_error *call_join(const struct call *leaves, struct call *call);
 /* Makes the MPI call for buffers in host memory that are joined. */
 ffi_error *call_leaves(struct call *call);
 
-/* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
+/* Memory for a call. One piece is kept for the next call: fresh memory of the system costs more than its use. */
 struct scratch {
   size_t bytes;
   _Alignas(64) char data[]; /* at the beginning of a cache line */
