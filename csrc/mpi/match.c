@@ -5,7 +5,7 @@
 #include "execute/body.h"
 #include "requests/table.h"
 
-_Static_assert(sizeof(MPI_Status) <= sizeof((struct message_info *)0)->status, "a status has its place");
+_Static_assert(sizeof(MPI_Status) <= sizeof((struct message_info *)0)->status, "a status fits");
 
 static void set_info(struct message_info *info, intptr_t message, const MPI_Status *status) {
   *info = (struct message_info){.source = status->MPI_SOURCE, .tag = status->MPI_TAG, .handle = message};
@@ -31,7 +31,7 @@ int match_message(const struct communicator *comm, int source, int tag, bool *th
 
 void receive_message(struct receive *receive) {
   int64_t bytes = message_bytes(status_of(receive));
-  bool labelled = receive->request != NULL && has_labels(); /* then it is looked at in the wait, whatever its size */
+  bool labelled = receive->request != NULL && has_labels(); /* then the wait checks it, whatever the size */
   if (receive->waited_for || bytes < 0 || (bytes != receive->bytes && !labelled)) return;
   if (receive->memory == NULL &&
       (receive->request == NULL || !request_room(receive->request, (size_t)bytes, &receive->memory)))

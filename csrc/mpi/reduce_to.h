@@ -1,5 +1,5 @@
-/* Reductions to one rank of a part of a vector, by which longer ones than MPI takes are put together. Threads: those
- * that call bodies; no lock is taken. */
+/* Reductions of a part of a vector to one rank. Reductions that are too long for MPI are put together from them.
+ * Threads: those that call bodies; no lock is taken. */
 #ifndef JAXMPI_REDUCE_TO_H
 #define JAXMPI_REDUCE_TO_H
 

@@ -56,7 +56,7 @@ JaxParams = dict[str, Any]
 CALLS = (primitives.closed_call_p, internals.remat_p, primitives.jit_p)
 
 REQUEST = (2,), np.dtype(np.float32)
-"""Shape and dtype of the numbers of a request: `_operations.requests`."""
+"""Shape and dtype of the id of a request: `_operations.requests`."""
 
 ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
 
