@@ -1,4 +1,4 @@
-/* The Python module jaxmpi._core. Nothing here communicates; what each topic has is in the source of its name. */
+/* The Python module jaxmpi._core. Nothing here communicates. The source of each topic has the functions. */
 #include "python/call_site.h"
 #include "python/methods.h"
 #include "python/runtime_token.h"

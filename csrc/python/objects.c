@@ -11,14 +11,14 @@
 #include "execute/agreement.h"
 #include "python/methods.h"
 
-/* Adds a reduction to the registry; its number. */
+/* Adds a reduction to the registry. Returns the number. */
 static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name, const void *users, int width) {
-  struct reduction *made = reduction_add(handle, by, name);
-  if (made != NULL) made->users = users, made->width = width;
-  return made != NULL ? PyLong_FromLongLong(made->number) : PyErr_NoMemory();
+  struct reduction *reduction = reduction_add(handle, by, name);
+  if (reduction != NULL) reduction->users = users, reduction->width = width;
+  return reduction != NULL ? PyLong_FromLongLong(reduction->number) : PyErr_NoMemory();
 }
 
-PyDoc_STRVAR(own_operations_doc, "own_operations(dtype) -> {name: number}, the reductions of this dtype that are ours");
+PyDoc_STRVAR(own_operations_doc, "own_operations(dtype) -> {name: number}, our own reductions of this dtype");
 static PyObject *own_operations(PyObject *self, PyObject *args) {
   (void)self;
   const char *dtype;
@@ -40,8 +40,8 @@ static PyObject *own_operations(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(
     reduction_doc,
     "reduction(handle, name[, address, width]) -> number\n\n"
-    "Of an operation of MPI's, the same in each run, or of a user's own: then with the address and the bytes of "
-    "the handle in the user's object, which must stay for ever.");
+    "Register an operation of MPI, the same in each run, or of a user. For a user's: `address` and `width` are the "
+    "address and the bytes of the handle in the user's object, which must stay for ever.");
 static PyObject *reduction(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle, address = 0;
@@ -55,8 +55,8 @@ static PyObject *reduction(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(
     communicator_doc,
     "communicator(handle[, stable_key]) -> (number, rank, size), or None for an inter-communicator\n\n"
-    "The communicator's own and lasting number; a recycled handle has another. `stable_key` is what tells it from "
-    "all others in each run.");
+    "The lasting number of the communicator; a recycled handle has another. `stable_key` distinguishes it from all "
+    "others, and is the same in each run.");
 static PyObject *communicator(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle;
@@ -91,7 +91,7 @@ static PyObject *take_freed(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(register_doc,
-             "register(address) -> number\n\nWhat is there, an MPI_Status or a text, must stay for ever.");
+             "register(address) -> number\n\nRegister an MPI_Status or a text, which must stay for ever.");
 static PyObject *register_object(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t address;
@@ -103,8 +103,8 @@ static PyObject *register_object(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(
     plan_doc,
     "plan(numbers, stable_key) -> number\n\n"
-    "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the stable key tells it from "
-    "all others.");
+    "Make the plan that these bytes describe: 64-bit integers in the order of plan.c. The stable key distinguishes it "
+    "from all others.");
 static PyObject *make_plan(PyObject *self, PyObject *args) {
   (void)self;
   const char *bytes, *stable_key;
@@ -123,7 +123,7 @@ static PyObject *make_plan(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(
     indices_doc,
     "indices(values, stable_key) -> number\n\n"
-    "Makes a list of the indices that these bytes are, 64-bit integers; the stable key tells it from all others.");
+    "Make a list of indices from these bytes, 64-bit integers. The stable key distinguishes it from all others.");
 static PyObject *make_indices(PyObject *self, PyObject *args) {
   (void)self;
   const char *bytes, *stable_key;
@@ -138,7 +138,7 @@ static PyObject *make_indices(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(number);
 }
 
-PyDoc_STRVAR(reserve_doc, "reserve(stable_key)\n\nKeeps a number for the communicator with this stable key.");
+PyDoc_STRVAR(reserve_doc, "reserve(stable_key)\n\nKeep a number for the communicator with this stable key.");
 static PyObject *reserve(PyObject *self, PyObject *args) {
   (void)self;
   const char *stable_key;
@@ -150,8 +150,8 @@ static PyObject *reserve(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(
     compare_doc,
     "compare(comm, calls, name, ranks)\n\n"
-    "The ranks of this communicator compare so many of their next collectives. The same on all of them. `name`:\n"
-    "0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
+    "Let the ranks of this communicator compare so many of the next collectives. All arguments are the same on all of\n"
+    "them. `name`: 0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
 static PyObject *compare(PyObject *self, PyObject *args) {
   (void)self;
   long long number, calls, name;
@@ -169,8 +169,8 @@ static PyObject *compare(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(give_up_doc,
              "give_up(number) -> int\n\n"
-             "Ends all that is done on a communicator that is revoked: its calls raise, as if it were freed, and its "
-             "requests are given up, of which it returns the number.");
+             "End all work on a revoked communicator: its calls raise, as if it were freed, and its requests are given "
+             "up. Returns how many.");
 static PyObject *give_up(PyObject *self, PyObject *args) {
   (void)self;
   long long number;

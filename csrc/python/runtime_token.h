@@ -1,7 +1,7 @@
 /* Calls of compiled code in program order, for Python: what runtime_token.c adds to the module.
  *
- * Threads: link_make and the function that it makes are called by any Python thread, under the GIL; they take no lock.
- * A deferred error is raised in the thread that imported the package. */
+ * Threads: any Python thread calls runtime_token_make_call and the function that it returns, under the GIL. They take
+ * no lock. The thread that imported the package raises deferred errors. */
 #ifndef JAXMPI_RUNTIME_TOKEN_H
 #define JAXMPI_RUNTIME_TOKEN_H
 

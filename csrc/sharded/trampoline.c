@@ -1,11 +1,10 @@
 /* MPItrampoline's side of MPI (its ABI, version 2.9), which jaxlib's "mpi" collectives call.
  *
- * jaxlib looks up all names as it is loaded, in the library that MPITRAMPOLINE_LIB names, and ends the process if one
- * is missing; it copies the constants. MPI itself comes later, with mpi4py, so the handles here are numbers of our own
+ * When jaxlib is loaded, it looks up all names in the library that MPITRAMPOLINE_LIB names, and ends the process if one
+ * is missing. It copies the constants. MPI itself comes later, with mpi4py. So the handles here are our own numbers,
  * and addresses of our objects. XLA uses the names below; names.def has the others.
  *
- * Threads: called by the threads that execute XLA's programs, without the GIL; by Python's as a client is made.
- */
+ * Threads: those that execute XLA's programs, without the GIL, and Python's when it makes a client. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +17,7 @@
 
 typedef uintptr_t handle;
 
-/* Predefined handles: datatypes by XLA's codes, of which MPItrampoline's are a few, then reductions. */
+/* Predefined handles: datatypes by XLA's codes, of which MPItrampoline has a few, then reductions. */
 enum { NO_COMM = 1, WORLD = 2, TYPES = 100, REDUCTIONS = 200 };
 enum { SUM, PROD, MAX, MIN };
 
@@ -45,17 +44,19 @@ EXPORT const handle MPIABI_INT8_T = TYPES + 2, MPIABI_INT16_T = TYPES + 3, MPIAB
                     MPIABI_INT64_T = TYPES + 5, MPIABI_UINT8_T = TYPES + 6, MPIABI_UINT16_T = TYPES + 7,
                     MPIABI_UINT32_T = TYPES + 8, MPIABI_UINT64_T = TYPES + 9, MPIABI_FLOAT = TYPES + 11,
                     MPIABI_DOUBLE = TYPES + 12, MPIABI_C_COMPLEX = TYPES + 15, MPIABI_C_DOUBLE_COMPLEX = TYPES + 18;
-EXPORT const handle MPIABI_BYTE = TYPES + 20; /* any code of one byte but UINT8_T's, which must differ */
+EXPORT const handle MPIABI_BYTE = TYPES + 20; /* any code of one byte except UINT8_T's, which must differ */
 EXPORT const handle MPIABI_SUM = REDUCTIONS + SUM, MPIABI_PROD = REDUCTIONS + PROD, MPIABI_MAX = REDUCTIONS + MAX,
                     MPIABI_MIN = REDUCTIONS + MIN;
 
-/* What MPI functions return: 0, or a number that stands for this thread's last error. */
+/* Returns what MPI functions return: 0, or a number that stands for this thread's last error. */
 static int code(const ffi_error *error) { return error == NULL ? 0 : 1; }
 
-/* XLA does not look at whether it got a communicator; so it learns of it as it uses it. */
+/* Returns a communicator. XLA does not check whether it got one, so the first use fails. */
 static struct communicator *comm_of(handle comm) {
   if (comm == NO_COMM)
-    sharded_fail("jaxmpi has no communicator for this program, whose processes it could not tell: see docs/sharded.md");
+    sharded_fail(
+        "jaxmpi has no communicator for this program, because it does not know the processes: see "
+        "docs/sharded.md");
   return comm == NO_COMM ? NULL : comm == WORLD ? runtime.world : (struct communicator *)comm;
 }
 
@@ -81,7 +82,7 @@ EXPORT int MPIABI_Error_string(int number, char *text, int *length) {
   return 0;
 }
 
-/* XLA makes communicators in one thread alone, MPI's first. Here any thread may: see sharded_expect. */
+/* XLA lets only one thread make communicators: MPI's first. Here any thread may: see sharded_expect. */
 EXPORT int MPIABI_Is_thread_main(int *flag) {
   *flag = 1;
   return 0;
@@ -106,7 +107,7 @@ EXPORT int MPIABI_Comm_split(handle comm, int color, int key, handle *result) {
   return 0;
 }
 
-/* As the process ends, maybe after MPI. */
+/* Called when the process ends, maybe after MPI. */
 EXPORT int MPIABI_Comm_free(handle *comm) {
   *comm = NO_COMM;
   return 0;
