@@ -5,7 +5,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* A function to look up in a library; its address is stored at `offset` in a structure. */
+/* A function to look up in a library; the address is stored at `offset` in a structure. */
 struct symbol {
   const char *name; /* NULL at the end of a list */
   size_t offset;

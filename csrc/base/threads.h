@@ -1,6 +1,6 @@
-/* Threads: how our threads begin and wait, and records of all threads. Each thread that asks has a record of its own
- * until it ends; then another thread gets the record. Records are never freed, so a thread of ours may go through all
- * of them without a lock.
+/* Threads: how our threads begin and wait, and records of all threads. Each thread that asks has one record until
+ * it ends; then another thread gets the record. Records are never freed, so a thread of ours may go through all of them
+ * without a lock.
  *
  * Threads: thread_records_begin is called before thread_record_take. Any thread may call the rest.
  */

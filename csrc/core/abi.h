@@ -46,9 +46,9 @@ struct abi {
    * request. Returns an MPI error code. */
   int (*start_send)(const struct call *call, intptr_t *request);
 
-  /* For requests/queue.h, under its lock. `probe` polls for a message, and `match` matches it; both return an MPI error
-   * code and do not wait. `receive` begins to receive a message that has been matched, unless a thread waits for it or
-   * must look at it first. */
+  /* For requests/queue.h, under the queue's lock. `probe` polls for a message, and `match` matches it; both return an
+   * MPI error code and do not wait. `receive` begins to receive a message that has been matched, unless a thread waits
+   * for it or must look at it first. */
   int (*probe)(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
   int (*match)(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
   void (*receive)(struct receive *receive);
@@ -59,7 +59,7 @@ struct abi {
   /* The class of an error code. Any thread. */
   int (*error_class)(int code);
 
-  /* Makes all operations on a communicator fail, on all its ranks, from now on; whether any rank has done this. Both do
+  /* Makes all operations on a communicator fail, on all ranks, from now on; whether any rank has done this. Both do
    * nothing where MPI has no call for it. The former under runtime.lock, as a body. */
   void (*revoke)(const struct communicator *comm);
   bool (*is_revoked)(const struct communicator *comm);

@@ -12,7 +12,7 @@
 
 /* --- copies ---
  *
- * A row has `count` parts. Part i begins `stride` bytes times its place behind `at`. */
+ * A row has `count` parts. Part i begins `stride` bytes times the place behind `at`. */
 
 enum places { IN_ORDER, NARROW, WIDE };
 struct row {

@@ -32,7 +32,7 @@ bool box_combines(enum combination how, const struct datatype *type);
 
 /* Whether a box that is gathered at `stage` in a message of so many bytes may be gathered by stores that bypass the
  * cache. Another core reads a long message from the memory where it was composed. The cache lines stay in the cache of
- * that core. If the two cores share no cache, an ordinary store into such a line waits until the other core has given
+ * that core. If the two cores share no cache, an ordinary store into that line waits until the other core has given
  * it up, which takes longer than the rest of an exchange. MPI libraries copy short messages at once, so these are
  * better in the cache. */
 bool box_streams(const struct box *box, int64_t message_bytes);

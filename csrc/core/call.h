@@ -49,7 +49,7 @@ struct call {
   const char *function;        /* MPI function, for errors and the log */
   struct division division;
   enum reducer reducer; /* REDUCER_MPI if the operation is not a reduction */
-  bool labelled;        /* if a message: a label with its contents goes along */
+  bool labelled;        /* if a message: a label with the contents goes along */
   bool sending;         /* a message of this rank is under way; it must be received before the call returns */
   bool reads_envelope;  /* ranks and tags are still to be read from the last buffers */
   struct {
@@ -67,7 +67,7 @@ struct call {
     int from, tag;   /* sender and tag of the message that was received; `from` is -1 without one */
     int64_t request; /* that the call started or waited for; 0 without one */
   } timeline;
-  int64_t attributes[MAX_ATTRIBUTES]; /* the number of an object is replaced by its address: see object_of */
+  int64_t attributes[MAX_ATTRIBUTES]; /* the number of an object is replaced by the address: see object_of */
   /* Row i of the operation's buffers has buffers[first[i]] to buffers[first[i + 1] - 1]. */
   short first[MAX_ROLES + 1];
   short buffer_count;

@@ -1,5 +1,5 @@
 /* Lists of indices: places of parts of an array that no stride reaches, for example the rows of a mesh that another
- * rank needs. Python makes each list once. The boxes of any number of plans refer to it by its number in the registry.
+ * rank needs. Python makes each list once. The boxes of any number of plans refer to it by the number in the registry.
  *
  * Threads: indices_make is called under the GIL; a list is never changed or freed.
  */

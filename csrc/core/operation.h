@@ -67,14 +67,14 @@ static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2;
 #define ANY_OF_SEVERAL INT32_MIN
 #define TOO_LARGE      (INT32_MIN + 1)
 
-/* The values that a collective communicates: of a function, or of its derivatives. From DERIVATIVE_COTANGENT on it may
+/* The values that a collective communicates: of a function, or of derivatives. From DERIVATIVE_COTANGENT on it may
  * belong to reverse mode. */
 enum derivative { DERIVATIVE_VALUE, DERIVATIVE_TANGENT, DERIVATIVE_COTANGENT, DERIVATIVE_FURTHER };
 
 /* The words for an enum derivative, "a tangent" for example; NULL for another number. */
 const char *derivative_name(int64_t derivative);
 
-/* The position of an array among the arrays of a pytree, each of which has a call of its own. */
+/* The position of an array among the arrays of a pytree, each of which has a separate call. */
 enum leaf { LEAF_ALONE, LEAF_FIRST, LEAF_MIDDLE, LEAF_LAST };
 
 /* A row of ops.def. */

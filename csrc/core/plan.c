@@ -10,9 +10,9 @@
 
 /* --- from numbers to a plan ---
  *
- * In this order: the numbers of PLAN_HEADER; for each array the elements of the operand, then of each result; for each
- * send and receive the rank, offset and bytes; for each box leaf, stage, first, run, two numbers with the bytes of the
- * value, the number of the list or 0, axes, and for each axis count and stride. */
+ * First come the numbers of PLAN_HEADER. Then come, for each array, the elements of the operand, then of each result.
+ * Each send and each receive has the rank, offset and bytes. Each box has leaf, stage, first, run, two numbers with the
+ * bytes of the value, the number of the list or 0, axes, and for each axis count and stride. */
 
 struct reader {
   const int64_t *next, *end;
@@ -139,13 +139,13 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan) {
     same = in->count == plan->elements[i] && out->count == plan->elements[plan->arrays + i] && in->type == out->type &&
            (!plan->combines || box_combines(plan->combines, in->type));
   }
-  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
+  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
 }
 
 ffi_error *plan_check_operands(const struct call *call, const struct plan *plan) {
   bool same = call->first[1] - call->first[0] == plan->arrays;
   for (int i = 0; i < plan->arrays && same; i++) same = plan_operand(call, i)->count == plan->elements[i];
-  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
+  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
 }
 
 ffi_error *plan_begin(const struct call *call, const struct plan *plan) {

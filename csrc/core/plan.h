@@ -76,7 +76,7 @@ struct plan {
   const int64_t *elements; /* of each operand, then of each result */
 };
 
-/* A message begins with its label. The label is a hash of the signature, of the attribute `derivative` of the call, and
+/* A message begins with a label. The label is a hash of the signature, of the attribute `derivative` of the call, and
  * of the number of the call, from 1, among the calls with a plan on this communicator. The bytes of the message are
  * added to it. Short messages travel faster, so it is short. */
 enum { LABEL_BYTES = 8 };
@@ -84,7 +84,7 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
 static inline uint64_t label_to(const struct peer *peer, uint64_t label) { return label + (uint64_t)peer->bytes; }
 static inline void label_put(char *message, uint64_t label) { memcpy(message, &label, LABEL_BYTES); }
 
-/* A peer gets a notice first. A message of at most NOTICE_BYTES is the notice. For a longer message, the notice is its
+/* A peer gets a notice first. A message of at most NOTICE_BYTES is the notice. For a longer message, the notice is the
  * label, which is shorter than any message, and the message follows. So a rank has room for any message with the tag of
  * notices, and posts the receive before it sends. Then the message arrives where it is read: no library gets a message
  * that is longer than the memory into which it is received. A notice costs about 0.5 us. */
@@ -94,7 +94,7 @@ static inline bool is_announced(const struct peer *peer) { return peer->bytes > 
 /* The plan that these numbers describe: see plan.c. NULL: out of memory, or they describe no plan. */
 struct plan *plan_make(const int64_t *numbers, size_t count);
 
-/* The attribute of a call that is a plan; NULL: its operation has none. */
+/* The attribute of a call that is a plan; NULL: the operation has none. */
 const struct plan *plan_of(const struct call *call);
 
 static inline const struct buffer *plan_operand(const struct call *call, int leaf) {

@@ -1,5 +1,5 @@
 /* The registry: the objects to which compiled programs refer by number: communicators, reductions, plans, statuses and
- * texts. A program may outlive its process, in a cache of compiled code or in a file. Then its number must not stand
+ * texts. A program may outlive the process, in a cache of compiled code or in a file. Then its number must not stand
  * for another object in another process. So a number consists of a place, in the low PLACE_BITS bits, and above it a
  * key, which must equal the key of the object at that place: 63 bits together, never negative, never 0.
  *
@@ -17,7 +17,7 @@
 
 enum { PLACE_BITS = 24, KEY_BITS = 39 };
 void registry_begin(uint64_t key); /* this process's key, random; called before anything is added */
-int64_t registry_add(void *object, const char *stable_key); /* its number; 0: out of memory. `stable_key` may be NULL */
+int64_t registry_add(void *object, const char *stable_key); /* the number; 0: out of memory. `stable_key` may be NULL */
 int64_t registry_reserve(const char *stable_key); /* the number of an object to be added with this stable key */
 void *registry_at(int64_t number);                /* NULL: no object has this number */
 

@@ -1,4 +1,4 @@
-/* The state of this process: its MPI library, and how the core uses it.
+/* The state of this process: the MPI library, and how the core uses it.
  *
  * Errors: a state that only a bug of ours can cause is asserted in the tests. A state that a user or a runtime can
  * cause is always checked and becomes an ffi_error, which the caller of jaxmpi sees as a Python exception. Nothing
@@ -20,7 +20,7 @@
 enum transport {
   TRANSPORT_CALLBACK, /* the driver's callback thread, in stream order; not for an MPI library that calls the driver */
   TRANSPORT_FLAGS,    /* a thread of ours, for which the stream waits by a value in memory (devices/jobs.h); MPI's
-                         driver calls there must not wait for a stream. Where the device has no such waits: a callback */
+                         driver calls there must not wait for a stream. Where the device cannot wait: a callback */
   TRANSPORT_WAIT, /* the thread that enqueues the work, once the stream has got there; all threads except the one that
                      imported the package always use it: see transport.h */
 };
@@ -60,7 +60,7 @@ struct runtime {
   bool aware;                                   /* MPI accepts device pointers */
   int64_t copy_bytes;          /* a device copies them in the time of starting a copy; 0: boxes.c copies all it can */
   enum transport transport;    /* for staged arrays: all arrays if MPI is not aware */
-  bool flags_asked;            /* the user wants TRANSPORT_FLAGS, and no callback in its place */
+  bool flags_asked;            /* the user wants TRANSPORT_FLAGS, and no callback instead */
   atomic_bool several_devices; /* a link may be committed to one of them: runtime_token.c */
   atomic_bool check;           /* ranks compare all their collectives (compare.h); the same on all ranks */
   intptr_t channel;            /* a duplicate of COMM_WORLD for agreement.h; 0: none */

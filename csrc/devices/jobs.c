@@ -22,7 +22,7 @@ struct job {
   uint32_t number;
 };
 
-/* The queue of our thread, in the order in which its calls were enqueued; everything is under the lock. */
+/* The queue of our thread, in the order in which calls were enqueued; everything is under the lock. */
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t posted;

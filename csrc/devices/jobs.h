@@ -17,7 +17,7 @@
  * A stream waits for ever only if MPI does: the number is written even if MPI has failed. After an error of the device
  * no more numbers come. The thread that gets this error from the driver drops the calls (jobs_drop).
  *
- * Threads: the functions are called by a thread that has the stream state and has entered its context. They take the
+ * Threads: the functions are called by a thread that has the stream state and has entered the context. They take the
  * lock of the queue for a moment. Our thread holds it only while it looks at the queue.
  */
 #ifndef JAXMPI_JOBS_H

@@ -1,4 +1,4 @@
-/* NVIDIA's devices, through the driver's library, which is on every machine with such a device. Building needs no SDK,
+/* NVIDIA's devices, through the driver's library, which is on every machine with one. Building needs no SDK,
  * running does not need CUDA's runtime library. */
 
 #include <stdint.h>

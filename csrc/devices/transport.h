@@ -6,7 +6,7 @@
  *          which thread calls MPI, and thereby whether the thread that executes the call has to wait.
  *
  * Only one thread may leave operations to the stream: the one that imported the package. If several threads enqueued
- * operations on one stream, their order could differ from rank to rank. An operation that waits there for its peers
+ * operations on one stream, their order could differ from rank to rank. An operation that waits there for peers
  * would hold up the operations of other threads behind it: different ones on each rank, so that all wait. A single
  * thread runs the same part of the program on each rank, so the operations on the stream have the order of the program.
  * Operations of other threads (TRANSPORT_WAIT) hold up nothing on the stream. They only wait for operations that the
@@ -19,7 +19,7 @@
  *
  * The thread that imported the package leaves calls to streams in one of two ways: see jobs.h.
  *
- * Where no thread waits, an error of MPI comes after its operation has returned: it is deferred to the next operation,
+ * Where no thread waits, an error of MPI comes after the operation has returned: it is deferred to the next operation,
  * and all bits of the result are set (NaN; -1; true).
  *
  * Threads: a handler calls transport_run in the thread in which XLA called the handler, without the GIL and with no

@@ -25,7 +25,7 @@ struct question {
   struct question *next;
   int64_t number, words[QUESTION_WORDS], least[2];
   int known;     /* rounds whose message has come */
-  bool answered; /* or left: kept only until its messages are complete */
+  bool answered; /* or left: kept only until the messages are complete */
   bool unknown;  /* a rank has gone on without an answer */
   struct round rounds[];
 };

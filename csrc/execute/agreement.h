@@ -10,7 +10,7 @@
  * has no answer on the ranks that get this message. A number is best made of all questions so far, so that the next
  * question detects a difference that this one has missed.
  *
- * A communicator must have the same name on all its ranks, without asking them. The communicators of the package have a
+ * A communicator must have the same name on all ranks, without asking them. The communicators of the package have a
  * name. Any other is named by its ranks of COMM_WORLD and by how many communicators of the same ranks had a question
  * before. That is the same on all ranks where one thread of the program communicates. So where several do, further
  * communicators ask nothing.

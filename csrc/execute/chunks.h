@@ -8,7 +8,7 @@
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* Sets the division of a call, once its buffers are known. */
+/* Sets the division of a call, once the buffers are known. */
 void call_divide(struct call *call);
 
 /* The rows of a buffer as a matrix; 1 for a buffer that the core uses, which is not divided. */

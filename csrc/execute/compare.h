@@ -1,7 +1,7 @@
-/* The comparison of calls: before a collective the ranks of its communicator compare what they will do (JAXMPI_CHECK).
+/* The comparison of calls: before a collective, the ranks of the communicator compare what they will do (JAXMPI_CHECK).
  *
  * If they differ they would deadlock or compute wrong numbers; so all of them get an error, and nothing is sent. A call
- * is compared once, before its first chunk, by the thread that calls MPI for it. A compared call always takes the
+ * is compared once, before the first chunk, by the thread that calls MPI for it. A compared call always takes the
  * transport TRANSPORT_WAIT, so the call itself raises its error.
  *
  * With JAXMPI_CHECK=1 (runtime.check) this holds for all collectives, without end, and a message has a label with its

@@ -55,7 +55,7 @@ INLINED ffi_error *find_communicator(struct call *call, const struct operation *
   return call_check(call);
 }
 
-/* Replaces the number of each other object by its address. */
+/* Replaces the number of each other object by the address. */
 INLINED ffi_error *find_objects(struct call *call, const struct operation *operation) {
   call->reducer = REDUCER_MPI;
   UNROLLED for (int i = 0; i < operation->attribute_count; i++) {

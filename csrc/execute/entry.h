@@ -14,7 +14,7 @@
 #include "core/ops.def"
 #undef OPERATION
 
-/* How often `done` has been executed in this thread. It comes after all other operations of its program, by the data
+/* How often `done` has been executed in this thread. It comes after all other operations of the program, by the data
  * flow that keeps them in order. So if a call of the program has counted here, the communication is over. */
 extern _Thread_local unsigned done_here;
 

@@ -1,6 +1,6 @@
 /* What the bodies of the operations share: how a body gets its buffers and attributes, and calls MPI.
  *
- * Only the sources with bodies and their helpers include this file. They are compiled once per ABI. A body gets its
+ * Only the sources with bodies and their helpers include this file. They are compiled once per ABI. A body gets
  * buffers and attributes by their names in ops.def. Which buffers exist depends on this rank's part in the operation.
  * If operand and result have equal pointers, XLA has aliased them.
  *

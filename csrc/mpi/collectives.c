@@ -17,7 +17,7 @@ static inline const void *chunk_of(const struct buffer *in, const struct buffer 
   return in->data == out->data ? ABI_IN_PLACE : buffer_at(in, first);
 }
 
-/* If a rank passes less than others expect, the end of its part stays as it was, and MPI need not notice. So the end
+/* If a rank passes less than others expect, the end of the part stays as it was, and MPI need not notice. So the end
  * of each of the `parts` is marked before the call, with a number that no data is likely to have. */
 static const uint64_t MARK = UINT64_C(0xd3b7c5915ae2f04b);
 

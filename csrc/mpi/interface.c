@@ -10,7 +10,7 @@
 #include "mpi/messages.h"
 #include "mpi/own.h"
 
-static int keyval; /* attribute of a communicator: its struct communicator */
+static int keyval; /* attribute of a communicator: the struct communicator */
 
 /* Extensions for jobs that survive the death of a process. NULL: the library does not have the function. */
 static struct {

@@ -30,7 +30,7 @@ static inline void parcel_free(struct parcel *parcel) {
   free(parcel->copy);
 }
 
-/* Checks an adjoint against the adjoints that have been started. `row`: the operation that starts such an adjoint. */
+/* Checks an adjoint against the adjoints that have been started. `row`: the operation that starts these adjoints. */
 static inline ffi_error *check_adjoint(const struct call *c, int row, int64_t peer, int64_t tag) {
   return tag >= derivatives_tag() ? request_check_blocking(c, row, peer, tag) : NULL;
 }

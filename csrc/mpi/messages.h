@@ -18,13 +18,13 @@ struct departures {
   int count;
 };
 
-/* announce_message labels the message to a peer, and sends its notice if the notice is not the message itself. The rest
+/* announce_message labels the message to a peer, and sends the notice if the notice is not the message itself. The rest
  * of the message may be composed later. Then send_message sends the message. Both return an MPI error code. */
 int announce_message(struct departures *sent, const struct peer *peer, char *message, uint64_t label);
 int send_message(struct departures *sent, const struct peer *peer, const char *message);
 
 /* Receives the message that a notice has announced. If `stage` is not NULL and the message has as many bytes as
- * expected, it is received into the stage, and `label` is its label. Otherwise it is dropped. */
+ * expected, it is received into the stage, and `label` is set. Otherwise it is dropped. */
 ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes, uint64_t *label);
 
 #endif

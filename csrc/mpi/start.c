@@ -17,7 +17,7 @@ static ffi_error *begin_request(struct call *c, struct request *request, const s
   return NULL;
 }
 
-/* Notes the operation that a call of MPI has started. Returns the error for its code, or NULL. */
+/* Notes the operation that a call of MPI has started. Returns the error for `code`, or NULL. */
 static ffi_error *begin_with(struct call *c, struct request *request, int code, MPI_Request handle) {
   if (code != MPI_SUCCESS) return fail_start(c, request, code);
   request->handles[request->handle_count++] = (intptr_t)handle;

@@ -43,7 +43,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   return NULL;
 }
 
-/* Receives a matched message into the memory of its receive, or drops it if the size is another. */
+/* Receives a matched message into the memory of the receive, or drops it if the size is another. */
 static void take_planned(struct request *request, struct receive *receive, int64_t bytes) {
   MPI_Message message = (MPI_Message)receive->info.handle;
   int code = bytes == receive->bytes ? receive_bytes(&message, receive->memory, bytes, status_of(receive))
@@ -152,7 +152,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   struct own_words own = call_speak_for(c, request);
   struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   ffi_error *error = compare_while_under_way(c, request);
-  if (error != NULL) return watchdog_end(record), call_speak_again(c, own), error; /* MPI still has its memory */
+  if (error != NULL) return watchdog_end(record), call_speak_again(c, own), error; /* MPI still has the memory */
   complete_handles(request);
   bool compared = attribute_of(request->operation, KIND_DERIVATIVE) >= 0;
   if ((error = compare_started(c, request->comm, compared)) == NULL) error = fail_noted(c, request);

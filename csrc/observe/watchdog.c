@@ -92,7 +92,7 @@ static void say_report(struct text *text) {
   }
 }
 
-/* Returns the number of the operation that was seen last, among the operations of its thread. */
+/* Returns the number of the operation that was seen last, in its thread. */
 static uint64_t count_of(const struct watched *record) { return (record->seen - atomic_load(&record->first)) / 2 + 1; }
 
 /* Copies the words of the operation that was seen last. False: it has just ended. */
@@ -181,7 +181,8 @@ static void check_record(struct watched *record) {
     report_wait(record, seconds, &report_text);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* fewer reports for a program that often waits this long */
     if (action != ACTION_ABORT) return;
-    for (int i = 0; i < SECONDS_FOR_OTHERS * 10; i++) { /* until others have reported, and the launcher has its table */
+    for (int i = 0; i < SECONDS_FOR_OTHERS * 10;
+         i++) { /* until others have reported, and the launcher has made a table */
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer_launcher();
     }

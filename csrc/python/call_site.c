@@ -35,7 +35,7 @@ static struct {
   bool waits; /* for an answer */
 } question = {.lock = PTHREAD_MUTEX_INITIALIZER, .come = PTHREAD_COND_INITIALIZER};
 
-/* The interpreter calls this in its main thread, soon after it was asked to. */
+/* The interpreter calls this in the main thread, soon after it was asked to. */
 static int note_main_thread(void *unused) {
   (void)unused;
   atomic_store(&main_thread, PyThreadState_Get());

@@ -11,7 +11,7 @@
 #include "devices/spaces.h"
 #include "python/methods.h"
 
-/* A child of fork has the memory of the rank, with the connections of MPI, and would communicate in its place. */
+/* A child of fork has the memory of the rank, with the connections of MPI, and would communicate as this rank. */
 static void leave_job(void) {
   runtime.ended =
       "this process was forked by a rank and is none itself: let the rank communicate, or start processes "

@@ -1,7 +1,7 @@
 /* Calls of compiled code in program order. The link is an empty array. One computation returns it, and the next one
  * takes it as an operand. This file passes it from call to call. It is in C because every call runs it.
  *
- * A computation that XLA executes in the calling thread returns no link, because its communication is over when the
+ * A computation that XLA executes in the calling thread returns no link, because the communication is over when the
  * call returns (`done_here`). That saves a sixth of a call. Whether XLA does so is guessed when the function is traced,
  * from the number of elements that it computes. Order does not depend on the guess: if it was wrong, the call waits.
  *
@@ -259,8 +259,8 @@ static PyTypeObject *type_of_jitted(void) {
 const char runtime_token_make_call_doc[] =
     "make_call(compute, otherwise, clean, disabled, tokens, effect, renew, heal, error, wait, method, names)\n"
     "  -> function of (*args, **kwargs)\n\n"
-    "Make a function that calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect, and "
-    "returns the result.";
+    "The function calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect. It returns the "
+    "result.";
 PyObject *runtime_token_make_call(PyObject *module, PyObject *args) {
   (void)module;
   PyObject *names = PyTuple_Size(args) == PARTS + 1 ? PyTuple_GetItem(args, PARTS) : NULL;

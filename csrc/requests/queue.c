@@ -110,8 +110,8 @@ static bool deliver_unexpected(struct receive *receive) {
   return true;
 }
 
-/* Matches a message that a receive with any tag was offered and may not have. Delivers it to its receive, or keeps it.
- * Returns an MPI error code, or CODE_NO_MEMORY. */
+/* Matches a message that a receive with any tag was offered and may not have. Delivers it to another receive, or keeps
+ * it. Returns an MPI error code, or CODE_NO_MEMORY. */
 static int match_for_others(struct communicator *comm, int source, int tag) {
   struct message_info info;
   bool there = false;

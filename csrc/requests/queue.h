@@ -1,6 +1,6 @@
 /* The two queues of MPI's matching, kept here: the posted receives and the unexpected messages.
  *
- * MPI gets a receive only when the message has come and its size is known (MPI_Improbe). By the standard, a receive
+ * MPI gets a receive only when the message has come and the size is known (MPI_Improbe). By the standard, a receive
  * into a buffer that is too small is an error, and a library may then have written past the end of the buffer. So the
  * order of receives is kept here: the thread that matches a message delivers it to the first posted receive that it
  * fits.
@@ -60,7 +60,7 @@ static inline int queue_posted(void) { return atomic_load_explicit(&queue_posted
 /* Posts a receive. */
 void queue_post(struct receive *receive);
 
-/* Takes a receive out of the queue. False: its message has been matched. A receive that is not posted does not change.
+/* Takes a receive out of the queue. False: the message has been matched. A receive that is not posted does not change.
  */
 bool queue_withdraw(struct receive *receive);
 

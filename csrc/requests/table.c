@@ -268,7 +268,7 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
   return request;
 }
 
-/* Takes the next irecv of a run out of the table, from place `at` on, if its message has not been matched. */
+/* Takes the next irecv of a run out of the table, from place `at` on, unless the message has been matched. */
 static struct request *take_abandoned(int64_t run, int *at) {
   struct request *taken = NULL;
   pthread_mutex_lock(&all.lock);
@@ -294,9 +294,9 @@ static ffi_error *fail_order(const struct call *call, const struct operation *st
                                                                : "use a communicator of its own, comm.Dup(), for one";
   return call_fail(
       call, FFI_FAILED_PRECONDITION,
-      "in reverse mode, operations that MPI cannot tell apart (messages with the same rank and tag, the collectives of "
-      "a communicator, or one exchange several times) must be waited for in the order in which they were started, "
-      "or their gradients would be exchanged. Wait in that order, or %s",
+      "in reverse mode, some operations must be waited for in the order in which they were started, or their gradients "
+      "would be exchanged. These are messages with the same rank and tag, the collectives of a communicator, and one "
+      "exchange several times: MPI cannot distinguish them. Wait in that order, or %s",
       advice);
 }
 
@@ -398,7 +398,7 @@ static bool ends_soon(struct request *request) {
 int64_t requests_give_up_on(const struct communicator *comm) {
   int64_t count = 0;
   for (struct request *request; (request = take_one_on(comm)) != NULL; count++)
-    if (ends_soon(request)) request_end(request); /* else its memory is never used again */
+    if (ends_soon(request)) request_end(request); /* else the memory is never used again */
   return count;
 }
 

@@ -31,7 +31,7 @@ struct request {
   int64_t attributes[MAX_ATTRIBUTES], summary[SUMMARY_WORDS];
   const struct datatype *type; /* of the result */
   int64_t count;               /* elements of the result */
-  int64_t batch;               /* arrays of its batch; 1 without one */
+  int64_t batch;               /* arrays of the batch; 1 without one */
   uint64_t label;              /* of a plan's messages */
   struct block *block;         /* of memory, if `small` is not enough */
   char *data;                  /* data to send or to receive, in `block` or `small`; NULL: none */
@@ -49,7 +49,7 @@ struct request {
 ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
                        struct request **request);
 
-/* Writes the id. From now on the request can be waited for, and its receives are posted. `moved`: bytes under way. */
+/* Writes the id. From now on the request can be waited for, and the receives are posted. `moved`: bytes under way. */
 void request_begin(struct request *request, const struct buffer *id, int64_t moved);
 
 /* Takes the request that a call waits for: no other call can take it from now on. NULL with `error` NULL: the id is
@@ -66,7 +66,7 @@ static inline int64_t request_number(const struct request *request) {
 void requests_abandon(int64_t run);
 
 /* MPI matches adjoints that it cannot distinguish in the order in which they are started. In reverse mode that is the
- * order of the waits, from the last to the first. Returns the error if such a request was started before this one and
+ * order of the waits, from the last to the first. Returns the error if a request like this was started before this one and
  * has not been waited for yet. */
 ffi_error *request_check_order(const struct call *call, const struct request *request);
 
@@ -96,21 +96,21 @@ static inline void call_speak_again(struct call *call, struct own_words own) {
 void request_end(struct request *request);
 
 /* Gives a request that has no memory yet `bytes` of memory, at `data`. False: out of memory. Called by the thread that
- * has the request, or by the queue for one of its receives; the lock of the table is not needed. */
+ * has the request, or by the queue for one of the receives; the lock of the table is not needed. */
 bool request_room(struct request *request, size_t bytes, char **data);
 
-/* Posts a receive, and lets the background thread poll for its message. */
+/* Posts a receive, and lets the background thread poll for the message. */
 void request_post(struct receive *receive);
 
-/* The communicator is revoked. Gives up its requests: none of them is named at the end. A request that a thread waits
+/* The communicator is revoked. Gives up the requests: none of them is named at the end. A request that a thread waits
  * for ends by itself. Returns how many were in flight. */
 int64_t requests_give_up_on(const struct communicator *comm);
 
-/* The communicator is freed. If it is COMM_SELF, MPI is finalized. Drops its receives and messages. */
+/* The communicator is freed. If it is COMM_SELF, MPI is finalized. Drops the receives and messages. */
 void requests_forget(const struct communicator *comm);
 
 /* Ends the thread and names on stderr the requests that were never waited for. It does this only once. Then completes
- * reductions by users' functions, for at most 5 seconds on all ranks: MPI may call such a function while the reduction
+ * reductions by users' functions, for at most 5 seconds on all ranks: MPI may call these functions while the reduction
  * is under way, and after the end of Python mpi4py would end the job instead. Returns how many are still under way. */
 int64_t requests_finish(void);
 
