@@ -83,10 +83,10 @@ static PyObject *take_failure(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(
-    tell_launcher_doc,
-    "tell_launcher(kind, text) -> bool\n\nLeave a file RANK.kind in the launcher's folder: core/job.h. False: there "
+    write_job_file_doc,
+    "write_job_file(kind, text) -> bool\n\nLeave a file RANK.kind in the launcher's folder: core/job.h. False: there "
     "is no folder.");
-static PyObject *tell_launcher(PyObject *self, PyObject *args) {
+static PyObject *write_job_file(PyObject *self, PyObject *args) {
   (void)self;
   const char *kind, *text;
   if (!PyArg_ParseTuple(args, "ss", &kind, &text)) return NULL;
@@ -179,7 +179,7 @@ PyMethodDef observe_methods[] = {
     {"enter", enter, METH_VARARGS, enter_doc},
     {"leave", leave, METH_O, leave_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
-    {"tell_launcher", tell_launcher, METH_VARARGS, tell_launcher_doc},
+    {"write_job_file", write_job_file, METH_VARARGS, write_job_file_doc},
     {"failures", failures, METH_NOARGS, failures_doc},
     {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
     {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},

@@ -36,10 +36,9 @@ static PyObject *group(PyObject *self, PyObject *args) {
   return number != 0 ? PyLong_FromLongLong(number) : NULL;
 }
 
-PyDoc_STRVAR(
-    connect_doc,
-    "connect(group) -> handle\n\n"
-    "Make the communicator of a group, together with the other ranks. RuntimeError: MPI has refused it.");
+PyDoc_STRVAR(connect_doc,
+             "connect(group) -> handle\n\n"
+             "Make the communicator of a group, together with the other ranks. RuntimeError: MPI has refused it.");
 static PyObject *connect_group(PyObject *self, PyObject *args) {
   (void)self;
   long long number;

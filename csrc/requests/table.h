@@ -66,8 +66,8 @@ static inline int64_t request_number(const struct request *request) {
 void requests_abandon(int64_t run);
 
 /* MPI matches adjoints that it cannot distinguish in the order in which they are started. In reverse mode that is the
- * order of the waits, from the last to the first. Returns the error if a request like this was started before this one and
- * has not been waited for yet. */
+ * order of the waits, from the last to the first. Returns the error if a request like this was started before this one
+ * and has not been waited for yet. */
 ffi_error *request_check_order(const struct call *call, const struct request *request);
 
 /* A blocking adjoint is matched among the adjoints that have been started, too. Returns the error if a request of

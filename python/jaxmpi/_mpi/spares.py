@@ -104,7 +104,7 @@ class Pool:
         self._spare_as = _SPARE
         comm.Agree(1)  # all ranks have both: see private_comms.py
         if self.current == MPI.COMM_NULL:
-            _core.tell_launcher("spare", "")
+            _core.write_job_file("spare", "")
 
     def meets(self, comm: MPI.Comm) -> bool:
         """Return whether ranks of a communicator wait here."""
@@ -138,7 +138,7 @@ class Pool:
             if repaired != MPI.COMM_NULL:
                 self.stepped_in = True
                 rank, number = MPI.COMM_WORLD.Get_rank(), repaired.Get_rank()
-                if not _core.tell_launcher("spare", str(number)):
+                if not _core.write_job_file("spare", str(number)):
                     text = f"jaxmpi: rank {rank}, which was spare, is rank {number} of the default communicator"
                     print(text, file=sys.stderr)
                 return repaired, name

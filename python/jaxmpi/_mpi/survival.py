@@ -310,7 +310,7 @@ def _publish_deaths(old: MPI.Comm, new: MPI.Comm) -> None:
     in. The report goes to the launcher, or to stderr if this rank is not on the launcher's machine."""
     dead, gone = failures.dead(MPI.COMM_WORLD), lost(old, new)
     first = next(rank for rank in range(old.size) if rank not in gone)
-    if dead and old.rank == first and not _core.tell_launcher("deaths", " ".join(map(str, dead))):
+    if dead and old.rank == first and not _core.write_job_file("deaths", " ".join(map(str, dead))):
         have = "ranks {} have" if len(dead) > 1 else "rank {} has"
         print(f"jaxmpi: {have.format(', '.join(map(str, dead)))} died, and the job goes on", file=sys.stderr)
 
