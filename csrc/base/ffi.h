@@ -181,7 +181,7 @@ static inline bool ffi_answer_metadata(ffi_frame *frame) {
 /* A new error with a copy of the text. */
 ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char *message);
 
-/* Frees an error that is not returned. */
+/* Free an error that is not returned. */
 void ffi_drop(const ffi_frame *frame, ffi_error *error);
 
 /* The number of the execution of a program that the frame belongs to; 0: not known, or not XLA's. Executions that are

@@ -12,7 +12,7 @@ static inline uint64_t hash_add(uint64_t hash, int64_t word) {
   return (hash ^ (uint64_t)word) * UINT64_C(0x100000001b3);
 }
 
-/* Mixes the bits above `bits` into the bits below, which otherwise depend only on the low bits of the words. */
+/* Mix the bits above `bits` into the bits below, which otherwise depend only on the low bits of the words. */
 static inline uint64_t hash_fold(uint64_t hash, int bits) { return hash ^ hash >> bits; }
 
 #endif

@@ -37,7 +37,7 @@ struct memory {
   const char *platform; /* XLA's name for it */
   bool host;            /* host code can access it: the members after `run` are NULL */
 
-  /* Executes a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */
+  /* Execute a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */
   ffi_error *(*run)(struct call *call);
 
   /* The possible names of the driver's library, ending with NULL, and the text of the error if none can be loaded.
@@ -92,7 +92,7 @@ struct memory {
   .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free, .flag_write = flag_write,             \
   .flag_wait = flag_wait, .event_synchronize = event_synchronize, .text = text
 
-/* Enqueues copies of rows, whatever their distance: up to the device, or down to the host. */
+/* Enqueue copies of rows, whatever their distance: up to the device, or down to the host. */
 int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);
 
 /* The driver's function that failed last in this thread, as recorded by memory_checked. */

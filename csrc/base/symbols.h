@@ -12,11 +12,11 @@ struct symbol {
   bool required;
 };
 
-/* Fills `table`, with NULL for a missing function. Returns the name of the first missing function that is required, or
+/* Fill `table`, with NULL for a missing function. Return the name of the first missing function that is required, or
  * NULL. */
 const char *symbols_load(void *library, const struct symbol *symbols, void *table);
 
-/* Stores the address of one function, NULL if the library has no function of this name. Returns whether it has one. */
+/* Store the address of one function, NULL if the library has no function of this name. Return whether it has one. */
 bool symbol_find(void *library, const char *name, void *function);
 
 #endif

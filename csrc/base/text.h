@@ -24,14 +24,14 @@ static inline struct text text_in(char *array, size_t size) {
   return (struct text){.room = size, .characters = array};
 }
 
-/* Appends by printf. */
+/* Append by printf. */
 __attribute__((format(printf, 2, 3))) void text_add(struct text *text, const char *format, ...);
 __attribute__((format(printf, 2, 0))) void text_add_arguments(struct text *text, const char *format, va_list arguments);
 
-/* Appends `count` characters. */
+/* Append `count` characters. */
 void text_add_characters(struct text *text, const char *characters, size_t count);
 
-/* Empties a text, and keeps the memory. */
+/* Empty a text, and keep the memory. */
 static inline void text_clear(struct text *text) {
   text->length = 0, text->cut = false;
   if (text->room > 0) *text->characters = '\0';

@@ -27,22 +27,22 @@ struct thread_records {
   pthread_key_t at_exit;
 };
 
-/* Starts a thread of ours, without signals, which are for the program's threads. Returns 0 or an error number. */
+/* Start a thread of ours, without signals, which are for the program's threads. Return 0 or an error number. */
 int thread_start(pthread_t *thread, void *(*work)(void *unused));
 
-/* Makes short pauses of this thread no longer than it asks for, from now on, where the system can do this. */
+/* Make short pauses of this thread no longer than it asks for, from now on, where the system can do this. */
 void thread_pauses_exactly(void);
 
-/* Prepares a condition, initialized by PTHREAD_COND_INITIALIZER, for `thread_wait`. No thread waits for it yet. */
+/* Prepare a condition, initialized by PTHREAD_COND_INITIALIZER, for `thread_wait`. No thread waits for it yet. */
 void thread_condition(pthread_cond_t *condition);
 
-/* Waits until the condition is signalled, or until the time is over, whatever happens to the time of day. Returns
+/* Wait until the condition is signalled, or until the time is over, whatever happens to the time of day. Return
  * whether the time is over. The calling thread has the lock. */
 bool thread_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t nanoseconds);
 
 bool thread_records_begin(struct thread_records *records, size_t bytes);
 
-/* Returns the calling thread's record, which it keeps: zeros, or as the thread before left it; NULL: no memory. */
+/* Return the calling thread's record, which it keeps: zeros, or as the thread before left it; NULL: no memory. */
 void *thread_record_take(struct thread_records *records);
 
 #endif

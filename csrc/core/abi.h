@@ -24,16 +24,16 @@ struct abi {
    * the transport chooses for MPI calls, without the GIL. */
   ffi_error *(*const *bodies)(struct call *call);
 
-  /* Fills the function table from `library` (from dlopen). NULL, or the name of a missing function. Called once, at
+  /* Fill the function table from `library` (from dlopen). NULL, or the name of a missing function. Called once, at
    * import. */
   const char *(*load)(void *library);
 
-  /* Finds or makes the struct for a communicator: NULL for an inter-communicator. A new struct gets a number with this
-   * stable key, which may be NULL. Returns an MPI error code. Called under the GIL. */
+  /* Find or make the struct for a communicator: NULL for an inter-communicator. A new struct gets a number with this
+   * stable key, which may be NULL. Return an MPI error code. Called under the GIL. */
   int (*communicator)(intptr_t handle, const char *stable_key, struct communicator **result);
 
-  /* Makes the reductions of a dtype that are ours: `handles` in the order SUM, PROD, MAX, MIN, 0 where MPI's is used.
-   * Returns an MPI error code. Called at import, under the GIL. */
+  /* Make the reductions of a dtype that are ours: `handles` in the order SUM, PROD, MAX, MIN, 0 where MPI's is used.
+   * Return an MPI error code. Called at import, under the GIL. */
   int (*own_operations)(const char *dtype, intptr_t handles[4]);
 
   /* For agreement.h. All of these return an MPI error code and do not wait. They post a message to, or from, a rank of
@@ -42,8 +42,8 @@ struct abi {
   int (*test)(intptr_t *request, bool *done);
   int (*cancel)(intptr_t *request);
 
-  /* Begins to send the message of a call of `send`. The buffer must stay until the body of `wait` is done with the
-   * request. Returns an MPI error code. */
+  /* Begin to send the message of a call of `send`. The buffer must stay until the body of `wait` is done with the
+   * request. Return an MPI error code. */
   int (*start_send)(const struct call *call, intptr_t *request);
 
   /* For requests/queue.h, under the queue's lock. `probe` polls for a message, and `match` matches it; both return an
@@ -53,25 +53,26 @@ struct abi {
   int (*match)(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
   void (*receive)(struct receive *receive);
 
-  /* Whether the work of a request is still under way. Does not wait; under the lock of requests/table.h. */
+  /* Return whether the work of a request is still under way. It does not wait. Under the lock of requests/table.h. */
   bool (*test_request)(struct request *request);
 
   /* The class of an error code. Any thread. */
   int (*error_class)(int code);
 
-  /* Makes all operations on a communicator fail, on all ranks, from now on; whether any rank has done this. Both do
+  /* Make all operations on a communicator fail, on all ranks, from now on; whether any rank has done this. Both do
    * nothing where MPI has no call for it. The former under runtime.lock, as a body. */
   void (*revoke)(const struct communicator *comm);
   bool (*is_revoked)(const struct communicator *comm);
 
-  /* Whether a communicator is revoked, or a process of it is known to have died. Under runtime.lock, as a body. */
+  /* Return whether a communicator is revoked, or a process of it is known to have died. Under runtime.lock, as a body.
+   */
   bool (*is_broken)(const struct communicator *comm);
 
-  /* Ends all work on a revoked communicator, as if it were freed, and gives up the requests in flight on it. Returns
+  /* End all work on a revoked communicator, as if it were freed, and give up the requests in flight on it. Return
    * how many they were. Without the GIL. */
   int64_t (*give_up)(struct communicator *comm);
 
-  /* Ends the job. Any thread. */
+  /* End the job. Any thread. */
   void (*abort)(int status);
 
   /* The numbers for any rank, any tag and no rank. */

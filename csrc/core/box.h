@@ -27,27 +27,27 @@ struct box {
 /* How a message changes the elements of a box: it replaces them, or it is combined with them. */
 enum combination { COMBINE_NOT, COMBINE_SUM, COMBINE_MAX, COMBINE_MIN, COMBINATIONS };
 
-/* Whether elements of a type can be combined by `how`. */
+/* Return whether elements of a type can be combined by `how`. */
 bool box_combines(enum combination how, const struct datatype *type);
 
-/* Whether a box that is gathered at `stage` in a message of so many bytes may be gathered by stores that bypass the
- * cache. Another core reads a long message from the memory where it was composed. The cache lines stay in the cache of
- * that core. If the two cores share no cache, an ordinary store into that line waits until the other core has given
+/* Return whether a box that is gathered at `stage` in a message of so many bytes may be gathered by stores that bypass
+ * the cache. Another core reads a long message from the memory where it was composed. The cache lines stay in the cache
+ * of that core. If the two cores share no cache, an ordinary store into that line waits until the other core has given
  * it up, which takes longer than the rest of an exchange. MPI libraries copy short messages at once, so these are
  * better in the cache. */
 bool box_streams(const struct box *box, int64_t message_bytes);
 
-/* Copies the parts of a box of an array to a message, or from a message; combines them with the message. `streams`: by
+/* Copy the parts of a box of an array to a message, or from a message; combine them with the message. `streams`: by
  * stores that bypass the cache, if the box allows it. */
 void box_gather(const struct box *box, const void *array, char *message, bool streams);
 void box_scatter(const struct box *box, void *array, const char *message);
 void box_combine(const struct box *box, enum combination how, const struct datatype *type, void *array,
                  const char *message);
 
-/* Repeats the box's value in all parts of the box. */
+/* Repeat the box's value in all parts of the box. */
 void box_fill(const struct box *box, void *array);
 
-/* Whether two boxes have the same parts, none by a list, so that the parts of one can be copied to the other. */
+/* Return whether two boxes have the same parts, none by a list, so that the parts of one can be copied to the other. */
 bool box_is_like(const struct box *box, const struct box *other);
 void box_copy(const struct box *from, const void *read, const struct box *to, void *written);
 

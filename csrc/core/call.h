@@ -74,7 +74,7 @@ struct call {
   struct buffer buffers[MAX_BUFFERS];
 };
 
-/* Copies the part of a call that is in use. */
+/* Copy the part of a call that is in use. */
 static inline void call_copy(struct call *to, const struct call *from) {
   memcpy(to, from, offsetof(struct call, buffers) + (size_t)from->buffer_count * sizeof *from->buffers);
 }

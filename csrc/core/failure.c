@@ -9,7 +9,7 @@
 #include "base/text.h"
 #include "core/abi.h"
 
-/* Keeps an error for the next operation, unless an error is kept already. Compare the result with NULL only. */
+/* Keep an error for the next operation, unless an error is kept already. Compare the result with NULL only. */
 static ffi_error *defer_error(enum ffi_error_code code, const char *text) {
   static char deferred;
   struct failure *none = NULL, *failure = malloc(sizeof *failure + strlen(text) + 1);
@@ -60,7 +60,7 @@ static struct kept {
 static pthread_mutex_t lock_of_kept = PTHREAD_MUTEX_INITIALIZER;
 atomic_int failures_kept;
 
-/* The attributes that calls of one pytree have in common; 0 in the place of others. Returns the place of the leaf. */
+/* The attributes that calls of one pytree have in common; 0 in the place of others. Return the place of the leaf. */
 static enum leaf attributes_of_tree(const struct call *call, int64_t attributes[MAX_ATTRIBUTES]) {
   int64_t place = LEAF_ALONE;
   memset(attributes, 0, MAX_ATTRIBUTES * sizeof *attributes);
@@ -167,7 +167,8 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
-/* Whether an error reports that a process has died. Some collectives of Open MPI then fail with another class. */
+/* Return whether an error reports that a process has died. Some collectives of Open MPI then fail with another class.
+ */
 static bool reports_death(const struct call *call, int code) {
   if (runtime.failed == 0 || call->comm == NULL) return false;
   int class = runtime.abi->error_class(code);

@@ -63,10 +63,10 @@ ffi_error *call_fail_mpi(const struct call *call, int code);
  * Under runtime.lock, as a body. */
 ffi_error *call_confirm_result(const struct call *call, const struct operation *operation);
 
-/* Takes the deferred error, which the caller then frees; NULL if there is none. */
+/* Take the deferred error, which the caller then frees; NULL if there is none. */
 static inline struct failure *failure_take(void) { return atomic_exchange(&runtime.deferred, NULL); }
 
-/* Takes the deferred error for an operation of this thread: NULL in all threads but the one that imported the package,
+/* Take the deferred error for an operation of this thread: NULL in all threads but the one that imported the package,
  * the only one that defers errors. */
 static inline struct failure *failure_of_thread(void) {
   bool deferred = atomic_load_explicit(&runtime.deferred, memory_order_relaxed) != NULL;

@@ -54,7 +54,7 @@ struct reduction {
   char name[];
 };
 
-/* Whether the user has freed it. */
+/* Return whether the user has freed it. */
 static inline bool reduction_is_freed(const struct reduction *reduction) {
   if (reduction->users == NULL) return false;
   if (reduction->width == 4) return *(const int32_t *)reduction->users != (int32_t)reduction->handle;

@@ -110,7 +110,7 @@ static inline int attribute_of(const struct operation *operation, enum attribute
   while (i >= 0 && operation->attributes[i].kind != kind) i--;
   return i;
 }
-/* Whether it starts something, or waits for something started: requests/table.h. */
+/* Return whether it starts something, or waits for something started: requests/table.h. */
 static inline bool has_request(const struct operation *operation) {
   for (int i = 0; i < operation->buffer_count; i++)
     if (strcmp(operation->buffers[i].name, "request") == 0) return true;
@@ -124,7 +124,7 @@ enum {
   OPERATION_COUNT
 };
 
-/* Whether an operation waits for a started exchange. */
+/* Return whether an operation waits for a started exchange. */
 static inline bool waits_for_exchange(int row) {
   return row == ROW_exchange_finish || row == ROW_index_finish || row == ROW_redistribute_finish;
 }

@@ -20,7 +20,7 @@ struct reader {
 
 static int64_t take_number(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
 
-/* Reads peers whose messages lie one behind the other in `bytes` of the stage. False: they do not, or a message is not
+/* Read peers whose messages lie one behind the other in `bytes` of the stage. False: they do not, or a message is not
  * longer than a label. */
 static bool take_peers(struct reader *reader, struct peer *peers, int count, int *announced, int64_t from,
                        int64_t bytes) {
@@ -60,7 +60,7 @@ static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
   return true;
 }
 
-/* Whether the last packs and unpacks of a plan are pairs, and results are not where operands are. */
+/* Return whether the last packs and unpacks of a plan are pairs, and results are not where operands are. */
 static bool has_pairs(const struct plan *plan) {
   int count = plan->pair_count;
   if (count == 0) return true;
@@ -174,7 +174,7 @@ static void gather(const struct call *call, const struct box *box, char *stage, 
   box_gather(box, plan_operand(call, box->leaf)->data, stage + box->stage, streams);
 }
 
-/* Gathers the packs from `next` on that lie before `end` in the stage, without the pairs. Returns the next pack. */
+/* Gather the packs from `next` on that lie before `end` in the stage, without the pairs. Return the next pack. */
 static int gather_until(const struct call *call, const struct plan *plan, char *stage, bool streams, int next,
                         int64_t end) {
   for (; next < plan->pack_count - plan->pair_count && plan->packs[next].stage < end; next++)

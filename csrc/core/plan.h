@@ -110,29 +110,29 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan);
 /* As plan_check, for a call that has operands only. */
 ffi_error *plan_check_operands(const struct call *call, const struct plan *plan);
 
-/* Lets the results begin as the plan says, in whichever memory they lie; so it can fail. */
+/* Let the results begin as the plan says, in whichever memory they lie; so it can fail. */
 ffi_error *plan_begin(const struct call *call, const struct plan *plan);
 
-/* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels. */
+/* Compose the messages in `stage`, which has room for `sent` bytes, except for their labels. */
 void plan_compose(const struct call *call, const struct plan *plan, char *stage);
 
-/* Composes the message of a send, which begins with the pack `next`. Returns the next pack. */
+/* Compose the message of a send, which begins with the pack `next`. Return the next pack. */
 int plan_compose_message(const struct call *call, const struct plan *plan, char *stage, int send, int next);
 
-/* Composes the packs from `next` on, without the pairs. */
+/* Compose the packs from `next` on, without the pairs. */
 void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next);
 
-/* Sets the results of `call` except for received parts. After plan_compose. */
+/* Set the results of `call` except for received parts. After plan_compose. */
 void plan_fill(const struct call *call, const struct plan *plan);
 
-/* Copies the parts that this rank has for itself from the operands to the results. After plan_fill. */
+/* Copy the parts that this rank has for itself from the operands to the results. After plan_fill. */
 void plan_copy_pairs(const struct call *call, const struct plan *plan);
 
-/* Distributes received messages, and the parts that this rank had for itself. */
+/* Distribute received messages, and the parts that this rank had for itself. */
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
 
-/* Distributes the part of the stage before `end`, from the unpack `next` on, without the pairs, of a plan that does not
- * combine. Returns the next unpack. */
+/* Distribute the part of the stage before `end`, from the unpack `next` on, without the pairs, of a plan that does not
+ * combine. Return the next unpack. */
 int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end);
 
 /* After an error: sets all bits of results that do not begin as operands, so that neither parts of them nor old

@@ -81,7 +81,7 @@ static inline double seconds_now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Whether MPI has been finalized, or this is a child of fork: why is `runtime.ended`. */
+/* Return whether MPI has been finalized, or this is a child of fork: why is `runtime.ended`. */
 static inline bool runtime_has_ended(void) {
   return runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed);
 }

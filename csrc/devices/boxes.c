@@ -71,7 +71,7 @@ static int copy_axis(const struct walk *walk, int axis, int64_t apart, char *hos
   return code;
 }
 
-/* Copies a box of an array up from `host`, where it lies without gaps, or down to it. */
+/* Copy a box of an array up from `host`, where it lies without gaps, or down to it. */
 static int copy_box(const struct call *call, const struct box *box, bool up, char *host, void *array) {
   struct walk walk = {.call = call, .box = box, .up = up};
   walk.rows = rows_of(box, &walk.along);
@@ -87,7 +87,7 @@ static int64_t cost_of(const struct box *box) {
   return copies * runtime.copy_bytes + (bytes > rows * ROW ? bytes : rows * ROW);
 }
 
-/* Whether a box has elements twice: these cannot be combined in a copy of the box. */
+/* Return whether a box has elements twice: these cannot be combined in a copy of the box. */
 static bool repeats(const struct box *box) {
   if (box->list != NULL && !box->list->ascending) return true; /* or may do so */
   for (int axis = 0; axis < box->axes; axis++)

@@ -11,14 +11,14 @@
 
 #include "core/plan.h"
 
-/* Whether this is possible, and costs less than copies of whole arrays, or runtime.copy_bytes is 0. */
+/* Return whether this is possible, and costs less than copies of whole arrays, or runtime.copy_bytes is 0. */
 bool boxes_serve(const struct call *call, const struct plan *plan);
 
 /* Bytes of pinned memory. */
 size_t boxes_room(const struct plan *plan);
 
 /* Before the messages travel; and after that. `room` is the pinned memory, the buffers of the call are on the device.
- * */
+ */
 ffi_error *boxes_down(const struct call *call, const struct plan *plan, char *room);
 ffi_error *boxes_up(const struct call *call, const struct plan *plan, char *room);
 

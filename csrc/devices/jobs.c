@@ -144,7 +144,7 @@ static bool turn_has_come(const struct job *job) {
   return job != NULL && atomic_load_explicit(job->flags->asked, memory_order_acquire) >= job->number;
 }
 
-/* Waits until the turn of the first job has come and takes it. Under the lock, which is free at each pause. */
+/* Wait until the turn of the first job has come and take it. Under the lock, which is free at each pause. */
 static struct job *next_job(void) {
   double since = seconds_now(), waited = 0;
   while (!turn_has_come(jobs.first)) {

@@ -34,18 +34,18 @@ struct flags {
   bool refused;            /* the device does not have flags */
 };
 
-/* Makes the flags, if that was not done before: 0, or the driver's code. Afterwards `refused` is set if streams of this
+/* Make the flags, if that was not done before: 0, or the driver's code. Afterwards `refused` is set if streams of this
  * device cannot write and wait for values. */
 int flags_make(struct flags *flags, const struct memory *memory, void *stream);
 void flags_free(struct flags *flags);
 
-/* Leaves the call `part` to the stream, by flags or, where they are NULL, by a callback. The error is an error of
+/* Leave the call `part` to the stream, by flags or, where they are NULL, by a callback. The error is an error of
  * `call`. After an error nothing of it is done any more. */
 ffi_error *job_give(const struct call *call, const struct call *part, struct flags *flags, void *stream);
 
-/* After the driver has failed with this code, when nobody knows whether the stream goes on. Drops calls that MPI has
- * not got yet, and defers the code as an error of the first one. The stream does not wait for them, and copies invalid
- * results up. Returns whether MPI still has another call. */
+/* After the driver has failed with this code, when nobody knows whether the stream goes on. Drop calls that MPI has
+ * not got yet, and defer the code as an error of the first one. The stream does not wait for them, and copies invalid
+ * results up. Return whether MPI still has another call. */
 bool jobs_drop(struct flags *flags, int code);
 
 /* The last number before the count begins again. Tests change it. */

@@ -16,10 +16,10 @@
 
 extern const struct memory *const memory_spaces[]; /* ends with NULL; the host is the first */
 
-/* Whether this process has loaded the driver's library of a space. */
+/* Return whether this process has loaded the driver's library of a space. */
 bool memory_loaded(const struct memory *memory);
 
-/* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
+/* Load the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
 const char *memory_open(const struct memory *memory);
 
 /* The handlers of the operations for buffers in this memory, in the order of ops.def: see execute/handlers.h. */

@@ -34,13 +34,13 @@
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* Executes a call whose buffers lie in a device's memory. */
+/* Execute a call whose buffers lie in a device's memory. */
 ffi_error *transport_run(struct call *call);
 
-/* Waits for the operations left to streams. */
+/* Wait for the operations left to streams. */
 void transport_drain(void);
 
-/* Waits for the operations left to streams and frees all streams, events and pinned memory. Drops the operations of a
+/* Wait for the operations left to streams and free all streams, events and pinned memory. Drop the operations of a
  * stream whose device has failed. Their memory stays until the next call, because MPI may be using it. */
 void transport_finish(void);
 

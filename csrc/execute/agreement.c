@@ -78,7 +78,7 @@ static int64_t same_before(const struct agreement *agreement) {
   return before;
 }
 
-/* Gives the agreement a name before the first question. False: no name is certain to be the same on all ranks. */
+/* Give the agreement a name before the first question. False: no name is certain to be the same on all ranks. */
 static bool begin_asking(struct agreement *agreement) {
   if (agreement->begun || agreement->stopped) return agreement->begun;
   if (agreement->name == 0 && atomic_load(&runtime.several_threads)) return false;
@@ -98,13 +98,13 @@ static int rank_at(const struct communicator *comm, const struct agreement *agre
   return agreement->ranks[(comm->rank + distance + comm->size) % comm->size];
 }
 
-/* Whether MPI has posted a message, by the error code. */
+/* Return whether MPI has posted a message, by the error code. */
 static bool is_posted(struct agreement *agreement, int code) {
   if (agreement->code == 0) agreement->code = code;
   return code == 0;
 }
 
-/* Sends the message of round `k`, if it has not been sent. */
+/* Send the message of round `k`, if it has not been sent. */
 static void send_round(const struct communicator *comm, struct agreement *agreement, struct question *question, int k,
                        enum kind kind) {
   struct round *round = &question->rounds[k];
@@ -122,7 +122,7 @@ static bool is_done(intptr_t *request, bool *under_way) {
   return true;
 }
 
-/* Whether the question's messages are complete. */
+/* Return whether the question's messages are complete. */
 static bool is_over(const struct agreement *agreement, struct question *question) {
   bool over = question->answered;
   for (int k = 0; k < agreement->rounds && over; k++)
@@ -160,7 +160,7 @@ static struct question *question_new(struct agreement *agreement, int64_t number
   return *last = question;
 }
 
-/* Sends the rest of the messages of this question. */
+/* Send the rest of the messages of this question. */
 static void send_rest(const struct communicator *comm, struct agreement *agreement, struct question *question,
                       enum kind kind) {
   for (int k = 0; k < agreement->rounds; k++) send_round(comm, agreement, question, k, kind);
@@ -206,7 +206,7 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
   return asked;
 }
 
-/* Takes a message of a round. False: a rank has stopped asking, or asks something else under this name. */
+/* Take a message of a round. False: a rank has stopped asking, or asks something else under this name. */
 static bool take_answer(const struct agreement *agreement, struct question *question, const struct message *message) {
   if (message->name != agreement->name || message->number != question->number || message->kind == MESSAGE_STOPS)
     return false;
@@ -216,7 +216,7 @@ static bool take_answer(const struct agreement *agreement, struct question *ques
   return true;
 }
 
-/* Polls for the answer to a question. */
+/* Poll for the answer to a question. */
 static enum answer poll_answer(struct communicator *comm, struct agreement *agreement, struct question *question) {
   while (question->known < agreement->rounds) {
     struct round *round = &question->rounds[question->known];

@@ -28,11 +28,11 @@ enum answer { ANSWER_SAME, ANSWER_DIFFERENT, ANSWER_NONE, ANSWER_NEVER };
 /* The names of the default communicator and of COMM_WORLD. */
 enum { NAME_OF_DEFAULT = 1, NAME_OF_WORLD = 2 };
 
-/* Sets the ranks of a communicator, so that they can ask each other. `name`: 0, or the same on all of them and on no
+/* Set the ranks of a communicator, so that they can ask each other. `name`: 0, or the same on all of them and on no
  * other communicator. Called once, under the GIL. False: out of memory. */
 bool agreement_prepare(struct communicator *comm, int64_t name, const int *ranks);
 
-/* Asks a question. False: it cannot be asked here. `words` are for the code that hears the answer. */
+/* Ask a question. False: it cannot be asked here. `words` are for the code that hears the answer. */
 bool agreement_ask(struct communicator *comm, int64_t number, const int64_t words[QUESTION_WORDS]);
 
 /* Waits for the answers to all questions, `seconds` at most; negative: without end. ANSWER_SAME: all answers say so.
@@ -43,26 +43,26 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
 /* The first error of MPI, after which the agreement asks nothing; 0: none. */
 int agreement_code(const struct communicator *comm);
 
-/* Whether it is the default communicator, which only this package uses. */
+/* Return whether it is the default communicator, which only this package uses. */
 bool agreement_is_of_default(const struct communicator *comm);
 
-/* Whether some answers have not been heard. */
+/* Return whether some answers have not been heard. */
 bool agreement_is_open(const struct communicator *comm);
 
-/* Goes on without the answers, and reports this to the others. */
+/* Go on without the answers, and report this to the others. */
 void agreement_leave(struct communicator *comm);
 
-/* Asks nothing on this communicator from now on, and reports this to the others. */
+/* Ask nothing on this communicator from now on, and report this to the others. */
 void agreement_stop(struct communicator *comm);
 
-/* Gathers `bytes` of each rank after ANSWER_DIFFERENT, on all ranks; `came`: which ranks' bytes have come within
+/* Gather `bytes` of each rank after ANSWER_DIFFERENT, on all ranks; `came`: which ranks' bytes have come within
  * `seconds`. False: `mine` is still in use by MPI. */
 bool agreement_gather(struct communicator *comm, const void *mine, void *all, bool *came, size_t bytes, double seconds);
 
-/* Ends the questions of a communicator that has been freed: it asks nothing any more. */
+/* End the questions of a communicator that has been freed: it asks nothing any more. */
 void agreement_end(struct communicator *comm);
 
-/* Leaves nothing under way, before MPI is finalized. */
+/* Leave nothing under way, before MPI is finalized. */
 void agreement_finish(void);
 
 #endif

@@ -82,7 +82,7 @@ static ffi_error *fail_envelope(const struct call *call, int index, int64_t valu
                                : "");
 }
 
-/* Replaces a rank or tag that is TRACED by the value. */
+/* Replace a rank or tag that is TRACED by the value. */
 static ffi_error *read_traced(struct call *call, int index, int64_t value) {
   const char *name = call->operation->attributes[index].name;
   const struct abi *abi = runtime.abi;

@@ -11,14 +11,14 @@
 /* NULL if the communicator can be used; otherwise the error. */
 ffi_error *call_check(const struct call *call);
 
-/* Sets the members that depend on the buffers, except for the division of the call. */
+/* Set the members that depend on the buffers, except for the division of the call. */
 static inline void call_settle(struct call *call) {
   call->comparison.due = call->labelled = call->sending = false;
   if (atomic_load_explicit(&call->comm->to_compare, memory_order_acquire) > 0) compare_decide(call);
   call->log.on = atomic_load_explicit(&runtime.log, memory_order_relaxed);
 }
 
-/* Makes the MPI calls of a call whose buffers MPI can access, undivided. */
+/* Make the MPI calls of a call whose buffers MPI can access, undivided. */
 ffi_error *call_body(struct call *call);
 
 #endif

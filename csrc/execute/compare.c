@@ -14,7 +14,7 @@
 #include "observe/summary.h"
 #include "requests/table.h"
 
-/* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
+/* Set the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */
 static void find_share(struct call *call) {
   call->comparison.share = 0, call->comparison.type = NULL, call->comparison.written = false;
@@ -47,7 +47,7 @@ void compare_decide(struct call *call) {
   if (call->comparison.due || call->labelled) find_share(call);
 }
 
-/* Records the number of arrays of a joined call, and a hash of the sizes of their shares. */
+/* Record the number of arrays of a joined call, and a hash of the sizes of their shares. */
 static void record_arrays(const struct call *call, struct record *record) {
   for (int i = 0; i < call->buffer_count; i++) {
     int count;
@@ -112,7 +112,7 @@ static struct record record_of(struct call *call) {
   return record;
 }
 
-/* Adds a record in words. It may come from a rank with another version of the package, so the values are checked. */
+/* Add a record in words. It may come from a rank with another version of the package, so the values are checked. */
 static void describe_record(const struct record *record, struct text *text) {
   const struct datatype *type = datatype_find((int)record->dtype);
   const struct reduction *reduction = registry_at(record->reduction);
@@ -248,8 +248,8 @@ static ffi_error *fail_unknown(const struct call *call, const struct record *min
                    mine->call, here);
 }
 
-/* Whether another rank has reported on the same question. A report may be on an earlier question, from a rank that has
- * waited here in vain, or from another version. */
+/* Return whether another rank has reported on the same question. A report may be on an earlier question, from a rank
+ * that has waited here in vain, or from another version. */
 static bool has_reported(const struct report *all, const bool *came, int rank, const struct record *mine) {
   return came[rank] && (all_are_compared() || all[rank].record.call == mine->call);
 }

@@ -20,7 +20,7 @@
 #include "core/runtime.h"
 
 /* A message of the comparison: integers of one size, so that there is no padding. The layout is the same on all ranks.
- * */
+ */
 struct record {
   int64_t call;       /* the number among the collectives on this communicator, from 1 */
   int64_t operation;  /* the row in ops.def */
@@ -49,19 +49,19 @@ struct label label_of(const struct call *call, const struct buffer *buffer);
 /* The label of a message; NULL: it has none. */
 const struct label *label_find(const void *message, int64_t bytes);
 
-/* Sets `compared`, `labelled` and, if either is set, `share` of a call that is fully decoded. */
+/* Set `compared`, `labelled` and, if either is set, `share` of a call that is fully decoded. */
 void compare_decide(struct call *call);
 
 /* NULL if all ranks make the same call, as far as this rank has heard; otherwise the error, on all of them. */
 ffi_error *compare_ranks(struct call *call);
 
-/* Checks whether the ranks have started the same on this communicator, in the wait for it: the error if not. `waits`:
+/* Check whether the ranks have started the same on this communicator, in the wait for it: the error if not. `waits`:
  * waits some time for the answer. */
 ffi_error *compare_started(const struct call *call, struct communicator *comm, bool waits);
 
 extern double compare_patience; /* seconds; tests change it */
 
-/* Whether messages have labels with their contents. */
+/* Return whether messages have labels with their contents. */
 static inline bool has_labels(void) {
   return atomic_load_explicit(&runtime.check, memory_order_relaxed) &&
          atomic_load_explicit(&runtime.labels, memory_order_relaxed);

@@ -47,7 +47,7 @@ INLINED void decode_attributes(struct call *call, const struct operation *operat
       memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
 }
 
-/* Finds the communicator and checks that it can be used. */
+/* Find the communicator and check that it can be used. */
 INLINED ffi_error *find_communicator(struct call *call, const struct operation *operation) {
   int64_t *attribute = &call->attributes[operation->comm];
   call->comm = registry_at(*attribute);
@@ -55,7 +55,7 @@ INLINED ffi_error *find_communicator(struct call *call, const struct operation *
   return call_check(call);
 }
 
-/* Replaces the number of each other object by the address. */
+/* Replace the number of each other object by the address. */
 INLINED ffi_error *find_objects(struct call *call, const struct operation *operation) {
   call->reducer = REDUCER_MPI;
   UNROLLED for (int i = 0; i < operation->attribute_count; i++) {
@@ -140,7 +140,7 @@ INLINED ffi_error *decode_roles(struct call *call, const struct operation *opera
   return NULL;
 }
 
-/* Decodes the buffers, in the order of ops.def. */
+/* Decode the buffers, in the order of ops.def. */
 INLINED ffi_error *decode_buffers(struct call *call, const struct operation *operation) {
   struct direction directions[2];
   for (int written = 0; written < 2; written++)

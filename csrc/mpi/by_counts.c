@@ -77,7 +77,7 @@ static ffi_error *landing_make(const struct call *c, const struct buffer *out, i
   return NULL;
 }
 
-/* Ends a landing after the calls of MPI, the last of which returned `code`. Fills the rest of the result with zeros. */
+/* End a landing after the calls of MPI, the last of which returned `code`. Fill the rest of the result with zeros. */
 static ffi_error *landing_end(struct call *c, const struct buffer *out, int64_t row, struct landing *landing,
                               int code) {
   free(landing->own);
@@ -92,14 +92,14 @@ static ffi_error *landing_end(struct call *c, const struct buffer *out, int64_t 
   return rest > 0 ? call_zero(c, buffer_at(out, landing->elements), (size_t)rest * out->type->bytes) : NULL;
 }
 
-/* Checks the counts of rows that this rank passes to MPI. Python has compared them with the array. */
+/* Check the counts of rows that this rank passes to MPI. Python has compared them with the array. */
 static ffi_error *check_rows(const struct call *c, const struct buffer *in, int64_t elements) {
   if (elements <= in->count) return NULL;
   return call_fail(c, FFI_INTERNAL, "counts of %" PRId64 " elements of an array of %" PRId64 ": reinstall jaxmpi",
                    elements, in->count);
 }
 
-/* Returns the error for a negative count, which `rank` has sent. */
+/* Return the error for a negative count, which `rank` has sent. */
 static ffi_error *fail_counts(const struct call *c, int rank, int64_t count) {
   const char *self = rank == c->comm->rank ? " (this one)" : "";
   if (count == NO_SUCH_RANK)
@@ -122,7 +122,7 @@ static ffi_error *fail_counts(const struct call *c, int rank, int64_t count) {
                    rank, self);
 }
 
-/* Makes parts from counts that all ranks know. So all ranks get the same error. */
+/* Make parts from counts that all ranks know. So all ranks get the same error. */
 static ffi_error *parts_of_all(const struct call *c, const struct buffer *counts, const struct datatype *type,
                                int64_t row, struct parts *parts) {
   PASS(parts_make(c, counts, type, row, parts));

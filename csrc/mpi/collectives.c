@@ -35,7 +35,7 @@ static inline void mark_parts(const struct call *c, const struct buffer *out, in
   for (int i = 0; i < parts; i++) memcpy(mark_of(out, parts, i), &MARK, sizeof MARK);
 }
 
-/* Returns the error for a part whose mark is still there. `from`: the rank that the first part comes from. */
+/* Return the error for a part whose mark is still there. `from`: the rank that the first part comes from. */
 static inline ffi_error *check_marks(const struct call *c, const struct buffer *out, int parts, int from) {
   if (!has_marks(c, out, parts)) return NULL;
   for (int i = 0; i < parts; i++)
@@ -127,7 +127,7 @@ ffi_error *BODY(check)(struct call *c) {
   return NULL;
 }
 
-/* Makes the communicator of a group. All ranks of the group do this, and no others. */
+/* Make the communicator of a group. All ranks of the group do this, and no others. */
 ffi_error *BODY(connect)(struct call *c) {
   ARGUMENTS(connect, c);
   (void)b;

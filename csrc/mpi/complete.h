@@ -14,19 +14,19 @@
 #define complete_receive ABI_LOCAL(complete_receive)
 #define note_code        ABI_LOCAL(note_code)
 
-/* Keeps the first error. The other operations are completed all the same, because MPI may be using their memory. */
+/* Keep the first error. The other operations are completed all the same, because MPI may be using their memory. */
 void note_code(struct request *request, const char *function, int code);
 
-/* Whether the operation of a handle is still under way. Lets MPI progress. */
+/* Return whether the operation of a handle is still under way. Let MPI progress. */
 bool test_handle(struct request *request, intptr_t *handle);
 
-/* Whether an operation that a request has begun is still under way: see struct abi. */
+/* Return whether an operation that a request has begun is still under way: see struct abi. */
 bool test_begun(struct request *request);
 
-/* Waits until the operations of all handles are done. */
+/* Wait until the operations of all handles are done. */
 void complete_handles(struct request *request);
 
-/* Waits until the message of a receive has been received or is matched. False: it never will be. Then the error is
+/* Wait until the message of a receive has been received or is matched. False: it never will be. Then the error is
  * noted, unless the communicator has been freed. */
 bool complete_receive(struct request *request, struct receive *receive);
 

@@ -27,7 +27,7 @@ static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *c
   return MPI_SUCCESS;
 }
 
-/* Removes a communicator: no call can use it any more. Done once, because a communicator that was given up may be freed
+/* Remove a communicator: no call can use it any more. Done once, because a communicator that was given up may be freed
  * later. */
 static void forget_communicator(struct communicator *comm) {
   if (atomic_exchange(&comm->freed, true)) return;

@@ -22,21 +22,21 @@ void receive_message(struct receive *receive);
 
 static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->info.status; }
 
-/* Matches a message for a blocking receive, after the receives that are posted. */
+/* Match a message for a blocking receive, after the receives that are posted. */
 ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
 
-/* Waits until a receive is matched. */
+/* Wait until a receive is matched. */
 void await_match(struct receive *receive);
 
-/* Keeps a matched message until the receive that it fits begins. */
+/* Keep a matched message until the receive that it fits begins. */
 ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status);
 
-/* Whether receives are posted or messages are kept on a communicator. Then the queue matches messages. */
+/* Return whether receives are posted or messages are kept on a communicator. Then the queue matches messages. */
 static inline bool is_in_order_of_queue(const struct communicator *comm) {
   return atomic_load_explicit(&comm->queued, memory_order_relaxed) > 0;
 }
 
-/* Waits for a message and matches it. A receive with any tag does not get the messages of exchanges that other ranks
+/* Wait for a message and match it. A receive with any tag does not get the messages of exchanges that other ranks
  * have started. */
 static inline ffi_error *await_message(struct call *call, int source, int tag, MPI_Message *message,
                                        MPI_Status *status) {

@@ -30,7 +30,7 @@ static inline void parcel_free(struct parcel *parcel) {
   free(parcel->copy);
 }
 
-/* Checks an adjoint against the adjoints that have been started. `row`: the operation that starts these adjoints. */
+/* Check an adjoint against the adjoints that have been started. `row`: the operation that starts these adjoints. */
 static inline ffi_error *check_adjoint(const struct call *c, int row, int64_t peer, int64_t tag) {
   return tag >= derivatives_tag() ? request_check_blocking(c, row, peer, tag) : NULL;
 }
@@ -117,14 +117,14 @@ struct notices {
   MPI_Request requests[AHEAD];
 };
 
-/* Returns the place for the notice of a peer. It contains another label until the notice comes. */
+/* Return the place for the notice of a peer. It contains another label until the notice comes. */
 static char *prepare_place(const struct notices *notices, const struct peer *peer) {
   char *place = notices->stage + peer->stage;
   label_put(place, ~label_to(peer, notices->label));
   return place;
 }
 
-/* Posts receives for the notices of further peers, up to `count`. Returns an MPI error code. */
+/* Post receives for the notices of further peers, up to `count`. Return an MPI error code. */
 static int expect_notices(struct notices *notices, int count) {
   MPI_Comm comm = handle_of_comm(notices->call->comm);
   for (int i; (i = notices->expected) < count && i < notices->plan->receive_count; notices->expected++) {
@@ -136,7 +136,7 @@ static int expect_notices(struct notices *notices, int count) {
   return MPI_SUCCESS;
 }
 
-/* Cancels the receive of a notice, so that MPI no longer writes into the stage for this peer. */
+/* Cancel the receive of a notice, so that MPI no longer writes into the stage for this peer. */
 static void cancel_notice(struct notices *notices, int i) {
   MPI_Status ignored;
   MPI_Request *request = &notices->requests[i % AHEAD];
@@ -146,14 +146,14 @@ static void cancel_notice(struct notices *notices, int i) {
     notices->stage_in_use = true;
 }
 
-/* Receives a message that has been matched. `data`: room for it, or NULL, to drop it. */
+/* Receive a message that has been matched. `data`: room for it, or NULL, to drop it. */
 static ffi_error *take_matched(struct call *c, MPI_Message *message, MPI_Status *status, char *data, int64_t bytes) {
   int code = data != NULL ? receive_bytes(message, data, bytes, status) : message_discard(message, bytes);
   if (code == CODE_NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
   return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
 }
 
-/* Waits for the notice of a peer, which is then in the stage. If it is too long, the stage contains another label. */
+/* Wait for the notice of a peer, which is then in the stage. If it is too long, the stage contains another label. */
 static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *status) {
   struct call *c = notices->call;
   if (i < notices->expected) {
@@ -182,7 +182,7 @@ ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, 
   return NULL;
 }
 
-/* Receives the message of a peer into the stage, if it is the expected one; otherwise drops it. */
+/* Receive the message of a peer into the stage, if it is the expected one; otherwise drop it. */
 static ffi_error *receive_planned(struct notices *notices, int i) {
   struct call *c = notices->call;
   const struct peer *peer = &notices->plan->receives[i];
@@ -203,7 +203,7 @@ static ffi_error *receive_planned(struct notices *notices, int i) {
   return label == expected ? NULL : fail_planned(c, peer, bytes);
 }
 
-/* Receives all messages, so that none is left to the next call, and unpacks them. It unpacks each message when it has
+/* Receive all messages, so that none is left to the next call, and unpack them. It unpacks each message when it has
  * come. If one wrong message must not change the results, it unpacks all of them at the end. */
 static ffi_error *receive_all(struct notices *notices) {
   struct call *c = notices->call;
@@ -251,7 +251,7 @@ int send_message(struct departures *sent, const struct peer *peer, const char *m
   return send_bytes(sent, message, peer->bytes, peer->rank, is_announced(peer) ? plans_tag() : notices_tag());
 }
 
-/* Composes and sends all messages. `next`: the next pack. Returns an MPI error code. */
+/* Compose and send all messages. `next`: the next pack. Return an MPI error code. */
 static int send_all(struct departures *sent, const struct plan *plan, char *stage, uint64_t label, int *next) {
   struct call *c = sent->call;
   int code = MPI_SUCCESS;
@@ -330,7 +330,7 @@ int post_send(const struct call *call, intptr_t *request) {
   return code;
 }
 
-/* Waits until MPI no longer reads the buffer of a message. */
+/* Wait until MPI no longer reads the buffer of a message. */
 ffi_error *BODY(complete)(struct call *c) {
   ARGUMENTS(complete, c);
   (void)b;

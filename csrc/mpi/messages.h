@@ -23,7 +23,7 @@ struct departures {
 int announce_message(struct departures *sent, const struct peer *peer, char *message, uint64_t label);
 int send_message(struct departures *sent, const struct peer *peer, const char *message);
 
-/* Receives the message that a notice has announced. If `stage` is not NULL and the message has as many bytes as
+/* Receive the message that a notice has announced. If `stage` is not NULL and the message has as many bytes as
  * expected, it is received into the stage, and `label` is set. Otherwise it is dropped. */
 ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes, uint64_t *label);
 

@@ -28,7 +28,7 @@ int message_discard(MPI_Message *message, int64_t bytes) {
   return code;
 }
 
-/* Returns the error for a message of `sent` bytes that does not fit the template; NULL if the last message of a pytree
+/* Return the error for a message of `sent` bytes that does not fit the template; NULL if the last message of a pytree
  * will report it. `code`: of the message's removal from the channel; `by_status`: the user passes a status; `label`:
  * NULL if the message has none. */
 static ffi_error *misfit(const struct call *call, const struct buffer *out, int64_t sent, const MPI_Status *status,
@@ -50,7 +50,7 @@ static ffi_error *misfit(const struct call *call, const struct buffer *out, int6
       advice_on_vmap(sent, expected));
 }
 
-/* Drops a message that does not fit the template. Returns the error. */
+/* Drop a message that does not fit the template. Return the error. */
 static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Message *message, const MPI_Status *status,
                          bool by_status) {
   int64_t sent = message_bytes(status);
@@ -59,7 +59,7 @@ static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Messag
   return misfit(call, out, sent, status, code, by_status, NULL);
 }
 
-/* Finishes a template that contains a message of `count` elements. */
+/* Finish a template that contains a message of `count` elements. */
 static inline ffi_error *finish_template(struct call *call, const struct buffer *out, int64_t count,
                                          const MPI_Status *status, MPI_Status *users) {
   if (users != NULL) *users = *status;
@@ -68,7 +68,7 @@ static inline ffi_error *finish_template(struct call *call, const struct buffer 
   return NULL;
 }
 
-/* Puts a received message into the template, if it has the same dtype and fits. */
+/* Put a received message into the template, if it has the same dtype and fits. */
 static ffi_error *unpack(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
                          MPI_Status *status, MPI_Status *users) {
   const struct label *label = label_find(data, bytes);

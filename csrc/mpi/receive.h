@@ -20,30 +20,30 @@
 #define receive_from_memory ABI_LOCAL(receive_from_memory)
 #define fail_planned        ABI_LOCAL(fail_planned)
 
-/* Returns the size of a matched message in elements of `type`; -1 if it is no whole number of elements, or not known.
+/* Return the size of a matched message in elements of `type`; -1 if it is no whole number of elements, or not known.
  */
 int64_t message_count(const MPI_Status *status, MPI_Datatype type);
 static inline int64_t message_bytes(const MPI_Status *status) { return message_count(status, bytes_type()); }
 
-/* Receives a matched message as bytes. Returns an MPI error code. */
+/* Receive a matched message as bytes. Return an MPI error code. */
 int receive_bytes(MPI_Message *message, void *data, int64_t bytes, MPI_Status *status);
 
-/* Receives a matched message of that many bytes and drops it. Returns an MPI error code, or CODE_NO_MEMORY. With
+/* Receive a matched message of that many bytes and drop it. Return an MPI error code, or CODE_NO_MEMORY. With
  * CODE_NO_MEMORY the message stays matched and is never received. */
 int message_discard(MPI_Message *message, int64_t bytes);
 
-/* Receives a matched message into `out`, as described by `span`; fills the user's status unless that is NULL. */
+/* Receive a matched message into `out`, as described by `span`; fill the user's status unless that is NULL. */
 ffi_error *receive_into(struct call *call, const struct buffer *out, const struct span *span, MPI_Message *message,
                         MPI_Status *status, MPI_Status *users);
 
-/* Receives a matched message, which must fit, into `out`. */
+/* Receive a matched message, which must fit, into `out`. */
 ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status);
 
-/* Puts a received message into `out`. The message may have a label, and must fit. */
+/* Put a received message into `out`. The message may have a label, and must fit. */
 ffi_error *receive_from_memory(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
                                MPI_Status *status);
 
-/* Returns the error for a message of that many bytes, which is not the one that a plan expects. */
+/* Return the error for a message of that many bytes, which is not the one that a plan expects. */
 ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t bytes);
 
 #endif

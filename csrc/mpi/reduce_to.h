@@ -5,7 +5,7 @@
 
 #include "mpi/bodies.h"
 
-/* Reduces the elements of `in` from `first` on to `out` of the rank `root`. */
+/* Reduce the elements of `in` from `first` on to `out` of the rank `root`. */
 static inline ffi_error *reduce_to(struct call *c, int root, const struct buffer *in, int64_t first, int64_t elements,
                                    void *out, MPI_Op op) {
   c->function = "MPI_Reduce";

@@ -2,7 +2,7 @@
 #include "mpi/complete.h"
 #include "mpi/messages.h"
 
-/* Ends a request that MPI could not start completely. Returns the error. */
+/* End a request that MPI could not start completely. Return the error. */
 static ffi_error *fail_start(struct call *c, struct request *request, int code) {
   ffi_error *error = call_fail_mpi(c, code);
   complete_handles(request);
@@ -10,14 +10,14 @@ static ffi_error *fail_start(struct call *c, struct request *request, int code) 
   return error;
 }
 
-/* Begins a request: it can be waited for from now on. `moved`: bytes under way. */
+/* Begin a request: it can be waited for from now on. `moved`: bytes under way. */
 static ffi_error *begin_request(struct call *c, struct request *request, const struct buffer *id, int64_t moved) {
   request_begin(request, id, moved);
   c->timeline.request = request_number(request);
   return NULL;
 }
 
-/* Notes the operation that a call of MPI has started. Returns the error for `code`, or NULL. */
+/* Note the operation that a call of MPI has started. Return the error for `code`, or NULL. */
 static ffi_error *begin_with(struct call *c, struct request *request, int code, MPI_Request handle) {
   if (code != MPI_SUCCESS) return fail_start(c, request, code);
   request->handles[request->handle_count++] = (intptr_t)handle;
@@ -35,7 +35,7 @@ static ffi_error *begin_with(struct call *c, struct request *request, int code, 
     return begin_request(call, request, id, moved);            \
   } while (0)
 
-/* Makes a request with a copy of `in`. The copy becomes the result. */
+/* Make a request with a copy of `in`. The copy becomes the result. */
 static ffi_error *request_with_copy(struct call *c, const struct buffer *id, const struct buffer *in, size_t more,
                                     int handles, struct request **request_out) {
   PASS(request_new(c, id, buffer_bytes(in) + more + 1, handles, 0, request_out));
@@ -191,7 +191,7 @@ static void expect_messages(struct call *c, struct request *request, const struc
   }
 }
 
-/* Starts the messages of a plan: sends them, and posts the receives. */
+/* Start the messages of a plan: send them, and post the receives. */
 ffi_error *BODY(exchange_start)(struct call *c) {
   ARGUMENTS(exchange_start, c);
   const struct plan *plan = object_of(a.plan);

@@ -18,7 +18,7 @@ static ffi_error *fail_forgotten(const struct call *c) {
                    "the communicator was freed before the message came, so nothing receives it any more. Wait first");
 }
 
-/* Finishes an irecv. */
+/* Finish an irecv. */
 static ffi_error *finish_receive(struct call *c, struct request *request, const struct buffer *out) {
   struct receive *receive = &request->receives[0];
   MPI_Message message;
@@ -43,7 +43,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   return NULL;
 }
 
-/* Receives a matched message into the memory of the receive, or drops it if the size is another. */
+/* Receive a matched message into the memory of the receive, or drop it if the size is another. */
 static void take_planned(struct request *request, struct receive *receive, int64_t bytes) {
   MPI_Message message = (MPI_Message)receive->info.handle;
   int code = bytes == receive->bytes ? receive_bytes(&message, receive->memory, bytes, status_of(receive))
@@ -51,7 +51,7 @@ static void take_planned(struct request *request, struct receive *receive, int64
   note_code(request, "MPI_Mrecv", code);
 }
 
-/* Receives one message of a plan. Returns whether it is the expected one. `bytes`: how many bytes it has, -1 if it will
+/* Receive one message of a plan. Return whether it is the expected one. `bytes`: how many bytes it has, -1 if it will
  * never come. */
 static bool finish_message(struct request *request, struct receive *receive, uint64_t expected, int64_t *bytes) {
   uint64_t label = ~expected;
@@ -61,7 +61,7 @@ static bool finish_message(struct request *request, struct receive *receive, uin
   return label == expected;
 }
 
-/* Receives the notice of a peer, and the message that the notice announces. `announced`: the receive for this message;
+/* Receive the notice of a peer, and the message that the notice announces. `announced`: the receive for this message;
  * NULL: the plan expects none. The rest is as in finish_message. */
 static ffi_error *finish_peer(struct call *c, struct request *request, const struct peer *peer, struct receive *notice,
                               struct receive *announced, int64_t *bytes, bool *right) {
@@ -76,7 +76,7 @@ static ffi_error *finish_peer(struct call *c, struct request *request, const str
   return NULL;
 }
 
-/* Receives the messages of a plan: all of them, so that none is left to the next call. */
+/* Receive the messages of a plan: all of them, so that none is left to the next call. */
 static ffi_error *finish_planned(struct call *c, struct request *request, const struct plan *plan) {
   const struct peer *other = NULL; /* the first that has sent something else */
   int64_t others_bytes = 0;
@@ -97,7 +97,7 @@ static ffi_error *finish_planned(struct call *c, struct request *request, const 
   return error == NULL && other != NULL ? fail_planned(c, other, others_bytes) : error;
 }
 
-/* Receives and drops the messages of a request, so that they are not left to the next call. */
+/* Receive and drop the messages of a request, so that they are not left to the next call. */
 static void drop_messages(struct request *request) {
   for (int i = 0; i < request->receive_count; i++) {
     struct receive *receive = &request->receives[i];
@@ -107,14 +107,14 @@ static void drop_messages(struct request *request) {
   }
 }
 
-/* Writes the result of a request. */
+/* Write the result of a request. */
 static ffi_error *finish_request(struct call *c, struct request *request, const struct buffer *out) {
   if (request->receive_count > 0) return finish_receive(c, request, out);
   if (request->result != NULL && out->count > 0) memcpy(out->data, request->result, buffer_bytes(out));
   return NULL;
 }
 
-/* Writes the result of a request that no batch maps, for a wait that a batch maps: the same result for each of the
+/* Write the result of a request that no batch maps, for a wait that a batch maps: the same result for each of the
  * batch. */
 static ffi_error *finish_batch(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
   struct buffer one = {NULL, request->count, request->type, ROLE_WRITE};
@@ -132,8 +132,8 @@ static ffi_error *finish_batch(struct call *c, struct request *request, const st
   return error;
 }
 
-/* If the ranks have started different operations, these may never end. Compares the starts while the handles of a
- * request are under way. Returns the error that a comparison reports, or NULL. */
+/* If the ranks have started different operations, these may never end. Compare the starts while the handles of a
+ * request are under way. Return the error that a comparison reports, or NULL. */
 static ffi_error *compare_while_under_way(struct call *c, struct request *request) {
   ffi_error *error = NULL;
   for (int i = 0; i < request->handle_count && error == NULL; i++)
@@ -144,7 +144,7 @@ static ffi_error *compare_while_under_way(struct call *c, struct request *reques
   return error;
 }
 
-/* Waits for one request. `out`: NULL without a result. */
+/* Wait for one request. `out`: NULL without a result. */
 static ffi_error *wait_for(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
   int64_t count = out != NULL ? out->count : 0;
   bool planned = attribute_of(request->operation, KIND_PLAN) >= 0;
@@ -178,7 +178,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   return error;
 }
 
-/* Waits for all requests, also after an error. */
+/* Wait for all requests, also after an error. */
 ffi_error *BODY(wait)(struct call *c) {
   ARGUMENTS(wait, c);
   BEGIN(c, Wait, "with");

@@ -8,7 +8,7 @@
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* Numbers the call and writes a line. `format` gives peers, tags and sizes; the word "token" and the number follow. */
+/* Number the call and write a line. `format` gives peers, tags and sizes; the word "token" and the number follow. */
 __attribute__((format(printf, 2, 3))) void log_begin(struct call *call, const char *format, ...);
 void log_end(const struct call *call, bool failed);
 

@@ -87,7 +87,7 @@ static size_t bucket_of(const int64_t summary[SUMMARY_WORDS]) {
   return hash_fold(hash, 32) % BUCKETS;
 }
 
-/* Whether the site makes calls with this summary. */
+/* Return whether the site makes calls with this summary. */
 static bool site_makes(const int64_t *site, const int64_t *summary, bool in_count_too) {
   for (int i = 0; i < SUMMARY_WORDS; i++)
     if (site[i] != summary[i] && (i != SUMMARY_COUNT || in_count_too) &&

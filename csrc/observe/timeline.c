@@ -67,7 +67,7 @@ static struct block *make_block(void) {
   return block;
 }
 
-/* Returns the place for the next event of this thread; NULL: there is none. */
+/* Return the place for the next event of this thread; NULL: there is none. */
 static struct event *next_event(struct track *track) {
   struct block *block = track->filled;
   int count = block != NULL ? atomic_load_explicit(&block->count, memory_order_relaxed) : EVENTS;
@@ -79,8 +79,8 @@ static struct event *next_event(struct track *track) {
   return &fresh->events[0];
 }
 
-/* Adds the bytes of a call. With a plan: of the messages, which are parts of the buffers. Of a request: at its start.
- * */
+/* Add the bytes of a call. With a plan: of the messages, which are parts of the buffers. Of a request: at its start.
+ */
 static void add_bytes(struct event *event, const struct call *call) {
   const struct plan *plan = plan_of(call);
   int64_t count = 0;
@@ -167,7 +167,7 @@ static struct {
   struct text line;   /* the next line, of any length: it contains names that the program gives */
 } writer = {.line = {.grows = true}, .file = -1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
-/* Writes whole lines at once, because notes may come between. Returns an error number, or 0. */
+/* Write whole lines at once, because notes may come between. Return an error number, or 0. */
 static int put_in_file(const char *text, size_t length) {
   while (length > 0) {
     if (writer.broken) return EIO;
@@ -209,7 +209,7 @@ static void put_line(const struct text *line) {
   writer.length += line->length;
 }
 
-/* Adds the contents of a JSON string. They may be any bytes of a file's name. */
+/* Add the contents of a JSON string. They may be any bytes of a file's name. */
 static void add_json(struct text *line, const char *string) {
   while (*string != '\0') {
     size_t plain = 0;
@@ -285,7 +285,7 @@ static void add_arguments(struct text *line, const struct event *event, bool com
   text_add(line, "}");
 }
 
-/* Writes the line of an event. Phases: B, the beginning of a long event, and later E, the end; otherwise X, both. */
+/* Write the line of an event. Phases: B, the beginning of a long event, and later E, the end; otherwise X, both. */
 static void put_event(const struct event *event, int track, char phase) {
   struct text *line = &writer.line;
   int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire), at = phase == 'E' ? event->end : begin;
@@ -299,7 +299,7 @@ static void put_event(const struct event *event, int track, char phase) {
   put_line(line);
 }
 
-/* Writes the complete events, and the beginning of a long one. If a process is killed in it, that is the last line. */
+/* Write the complete events, and the beginning of a long one. If a process is killed in it, that is the last line. */
 static void write_track(struct track *track, int64_t time) {
   int number = track->thread.number; /* the first thread has the lowest number */
   if (track->written == NULL) track->written = atomic_load_explicit(&track->first, memory_order_acquire);
@@ -340,7 +340,7 @@ static void *write_until_closed(void *unused) {
   return unused;
 }
 
-/* Creates a new file. Returns an error number, or 0. */
+/* Create a new file. Return an error number, or 0. */
 static int create_file(const char *path, const char *name, const char **reason) {
   int folder = private_folder(path, reason);
   if (folder < 0) return errno;

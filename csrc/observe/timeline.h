@@ -13,11 +13,11 @@
 
 #include "core/call.h"
 
-/* Records operations from now on, in a new file of at most `limit` bytes: private_create. Returns 0, or an error number
+/* Record operations from now on, in a new file of at most `limit` bytes: private_create. Return 0, or an error number
  * of the system, with a text that is never freed. */
 int timeline_open(const char *folder, const char *name, int64_t limit, const char **reason);
 
-/* Writes a line into the file: an event, with the comma and the line's end. */
+/* Write a line into the file: an event, with the comma and the line's end. */
 void timeline_note(const char *line);
 
 /* Whether operations are recorded. A thread that reads true also sees the data of timeline_open. */
@@ -28,11 +28,11 @@ static inline bool timeline_is_on(void) { return atomic_load_explicit(&timeline_
 bool timeline_begin(const struct call *call);
 void timeline_end(const struct call *call, bool failed);
 
-/* A call that waits for several requests has an event for each. Ends the event of this call, and begins the next one.
+/* A call that waits for several requests has an event for each. End the event of this call, and begin the next one.
  */
 void timeline_next(struct call *call, bool failed);
 
-/* Writes the rest and how many operations were left out, and ends the file. */
+/* Write the rest and how many operations were left out, and end the file. */
 void timeline_close(void);
 
 #endif

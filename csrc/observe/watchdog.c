@@ -92,10 +92,10 @@ static void say_report(struct text *text) {
   }
 }
 
-/* Returns the number of the operation that was seen last, in its thread. */
+/* Return the number of the operation that was seen last, in its thread. */
 static uint64_t count_of(const struct watched *record) { return (record->seen - atomic_load(&record->first)) / 2 + 1; }
 
-/* Copies the words of the operation that was seen last. False: it has just ended. */
+/* Copy the words of the operation that was seen last. False: it has just ended. */
 static bool read_words(const struct watched *record, int64_t summary[SUMMARY_WORDS]) {
   for (int i = 0; i < SUMMARY_WORDS; i++) summary[i] = atomic_load_explicit(&record->summary[i], memory_order_acquire);
   if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return false;
@@ -111,7 +111,7 @@ static void add_place(struct text *text, const char *before) {
   if (*place != '\0') text_add(text, "%sPython is at %s", before, place);
 }
 
-/* Answers the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
+/* Answer the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
 static void answer_launcher(void) {
   static char answered[32];
   char question[sizeof answered];
@@ -138,7 +138,7 @@ static void answer_launcher(void) {
   job_tell("state", text.characters, text.length);
 }
 
-/* Reports a wait on stderr and to the launcher. Adds the text to `report`. */
+/* Report a wait on stderr and to the launcher. Add the text to `report`. */
 static void report_wait(const struct watched *record, double seconds, struct text *report) {
   int64_t summary[SUMMARY_WORDS];
   if (!read_words(record, summary)) return;
@@ -157,7 +157,7 @@ static void report_wait(const struct watched *record, double seconds, struct tex
   text_add(report, "%s", text.characters);
 }
 
-/* Reports an operation once, and reports it again when it has ended after all. */
+/* Report an operation once, and report it again when it has ended after all. */
 static void check_record(struct watched *record) {
   uint64_t number = atomic_load_explicit(&record->number, memory_order_acquire);
   double time = seconds_now(), seconds = time - record->since;

@@ -83,7 +83,7 @@ static bool is_own(const char *file) {
   return false;
 }
 
-/* Opens a file without a name; -1 if there is none. */
+/* Open a file without a name; -1 if there is none. */
 static int nameless_file(void) {
 #ifdef __linux__
   return memfd_create("jaxmpi", MFD_CLOEXEC);
@@ -95,7 +95,7 @@ static int nameless_file(void) {
 #endif
 }
 
-/* Reads the innermost frame of the program. The faulthandler writes lines like `  File "name", line 12 in function`,
+/* Read the innermost frame of the program. The faulthandler writes lines like `  File "name", line 12 in function`,
  * the innermost call first. */
 static void read_frames(char *text, size_t size) {
   void (*dump)(int, PyThreadState *), *symbol = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");

@@ -11,19 +11,19 @@
 
 #include "core/abi.h"
 
-/* Stores `value` and steals the reference. -1 with an exception set: it is NULL or cannot be stored. */
+/* Store `value` and steal the reference. -1 with an exception set: it is NULL or cannot be stored. */
 int dict_put(PyObject *dict, const char *key, PyObject *value);
 
-/* Whether an MPI library has been loaded. False: an exception is set. */
+/* Return whether an MPI library has been loaded. False: an exception is set. */
 bool is_loaded(void);
 
-/* Sets the exception for an error code of MPI. Returns NULL. */
+/* Set the exception for an error code of MPI. Return NULL. */
 PyObject *raise_mpi_error(int code);
 
-/* Returns the communicator with this number; NULL with an exception set: there is none. */
+/* Return the communicator with this number; NULL with an exception set: there is none. */
 struct communicator *communicator_at(long long number);
 
-/* Calls a function without the GIL. Returns None. */
+/* Call a function without the GIL. Return None. */
 PyObject *without_gil(void (*function)(void));
 
 #endif

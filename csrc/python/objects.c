@@ -11,7 +11,7 @@
 #include "execute/agreement.h"
 #include "python/methods.h"
 
-/* Adds a reduction to the registry. Returns the number. */
+/* Add a reduction to the registry. Return the number. */
 static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name, const void *users, int width) {
   struct reduction *reduction = reduction_add(handle, by, name);
   if (reduction != NULL) reduction->users = users, reduction->width = width;

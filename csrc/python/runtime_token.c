@@ -29,14 +29,14 @@ struct jitted {
 /* After so many waits, the short computations of a function have a link, too. They are compiled again for this. */
 enum { MOST_WAITS = 4 };
 
-/* Returns 1, 0, or -1 with an exception set. Steals `value`. */
+/* Return 1, 0, or -1 with an exception set. Steal `value`. */
 static int truth(PyObject *value) {
   int result = value == NULL ? -1 : PyObject_IsTrue(value);
   Py_XDECREF(value);
   return result;
 }
 
-/* Returns this thread's runtime token for the effect; if it is not one of ours, a new one (RENEW). Ours have an
+/* Return this thread's runtime token for the effect; if it is not one of ours, a new one (RENEW). Ours have an
  * attribute `pending`: runtime.failures before the call if its computation may have failed since; otherwise None. */
 static PyObject *find_token(struct jitted *self, PyObject **pending) {
   PyObject *current = PyObject_GetAttr(self->parts[TOKENS], self->names[CURRENT]);
@@ -56,7 +56,7 @@ static PyObject *find_token(struct jitted *self, PyObject **pending) {
   return token;
 }
 
-/* Returns the link to pass on. If its computation has failed, the link is replaced (HEAL), because it would make the
+/* Return the link to pass on. If its computation has failed, the link is replaced (HEAL), because it would make the
  * next computation fail, too. That is possible only if `pending` is not None: the computation had not ended when its
  * call returned, or an operation failed during the call. A link that is committed to one of several devices is
  * replaced, too, because it would commit the next computation to that device. */
@@ -78,7 +78,7 @@ static PyObject *find_array(struct jitted *self, PyObject *token, PyObject *pend
   return PyObject_GetAttr(token, self->names[ARRAY]);
 }
 
-/* Calls compute(link, *args, **kwargs). */
+/* Call compute(link, *args, **kwargs). */
 static PyObject *compute(struct jitted *self, PyObject *array, PyObject *args, PyObject *keywords) {
   Py_ssize_t count = PyTuple_Size(args);
   PyObject *link = self->waited < MOST_WAITS ? array : PyTuple_Pack(1, array);
@@ -96,7 +96,7 @@ static PyObject *compute(struct jitted *self, PyObject *array, PyObject *args, P
   return results;
 }
 
-/* Waits for a short computation that XLA has not executed in this thread. Returns -1 with an exception set. */
+/* Wait for a short computation that XLA has not executed in this thread. Return -1 with an exception set. */
 static int wait_for(struct jitted *self, PyObject *results) {
   PyObject *done = PyObject_CallFunctionObjArgs(self->parts[WAIT], results, NULL);
   Py_XDECREF(done);
@@ -104,10 +104,10 @@ static int wait_for(struct jitted *self, PyObject *results) {
   return done != NULL ? 0 : -1;
 }
 
-/* Keeps the link of the results (link, result) for the next call. `done`: the computation had ended when the call
- * returned. Sets `pending` to None if it was `done` and no operation failed meanwhile; otherwise to `failures`, the
+/* Keep the link of the results (link, result) for the next call. `done`: the computation had ended when the call
+ * returned. Set `pending` to None if it was `done` and no operation failed meanwhile; otherwise to `failures`, the
  * count before the call. A short computation has no link, because XLA should have executed it in this thread. If XLA
- * did not, because operands were still being computed, this waits for it. Returns -1 with an exception set. */
+ * did not, because operands were still being computed, this waits for it. Return -1 with an exception set. */
 static int keep_link(struct jitted *self, PyObject *token, PyObject *results, long failures, bool done) {
   PyObject *array = PyTuple_GetItem(results, 0);
   if (array == NULL) return -1;
@@ -121,7 +121,7 @@ static int keep_link(struct jitted *self, PyObject *token, PyObject *results, lo
   return code;
 }
 
-/* Replaces the exception that is set by the exception for users (ERROR), and keeps the traceback. `failed`: an
+/* Replace the exception that is set by the exception for users (ERROR), and keep the traceback. `failed`: an
  * operation has failed during the call. */
 static void raise_as_error(struct jitted *self, bool failed) {
   PyObject *type, *value, *trace, *error = NULL;
@@ -140,7 +140,7 @@ static void raise_as_error(struct jitted *self, bool failed) {
   PyErr_Restore(type, error, trace);
 }
 
-/* Calls the function in the order of the effect, outside of any trace. */
+/* Call the function in the order of the effect, outside of any trace. */
 static PyObject *call_in_order(struct jitted *self, PyObject *args, PyObject *keywords) {
   struct failure *failure = failure_of_thread();
   if (!importer) atomic_store_explicit(&runtime.several_threads, true, memory_order_relaxed);
@@ -170,7 +170,8 @@ static PyObject *call_in_order(struct jitted *self, PyObject *args, PyObject *ke
   return result;
 }
 
-/* Whether to call OTHERWISE: inside a trace, or where jax.disable_jit is set. Returns -1 with an exception set. */
+/* Return whether to call OTHERWISE: inside a trace, or where jax.disable_jit is set. Return -1 with an exception set.
+ */
 static int is_otherwise(struct jitted *self) {
   if (self->parts[OTHERWISE] == Py_None) return 0;
   int clean = truth(PyObject_CallFunctionObjArgs(self->parts[CLEAN], NULL));

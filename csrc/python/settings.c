@@ -66,7 +66,7 @@ static const struct setting of_communicator[] = {
 static const char *const transports[] = {
     [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_FLAGS] = "flags", [TRANSPORT_WAIT] = "wait", NULL};
 
-/* Returns the current value of a setting. */
+/* Return the current value of a setting. */
 static PyObject *setting_get(const struct setting *setting, const void *member) {
   switch (setting->kind) {
     case SETTING_BOOL:
@@ -140,7 +140,7 @@ static int set_text(const struct setting *setting, void *member, const char *tex
   return 0;
 }
 
-/* Returns 0; -1 with an exception set. */
+/* Return 0; -1 with an exception set. */
 static int setting_set(const struct setting *setting, void *member, PyObject *value) {
   if (setting->kind == SETTING_BOOL || setting->kind == SETTING_ATOMIC_BOOL) {
     int on = PyObject_IsTrue(value);
@@ -162,7 +162,7 @@ static int setting_set(const struct setting *setting, void *member, PyObject *va
   return set_integer(setting, member, number);
 }
 
-/* Sets the settings that the keywords name. Returns the previous values. */
+/* Set the settings that the keywords name. Return the previous values. */
 static PyObject *apply_settings(const struct setting *table, void *of, PyObject *keywords) {
   PyObject *before = PyDict_New(), *key, *value;
   Py_ssize_t at = 0;

@@ -28,7 +28,7 @@ static PyObject *set_datatype(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* Returns a list of pairs (name, kind). */
+/* Return a list of pairs (name, kind). */
 static PyObject *pairs(int count, const char *const names[], const char *const kinds[]) {
   PyObject *list = PyList_New(0);
   for (int i = 0; list != NULL && i < count; i++) {

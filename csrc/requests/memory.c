@@ -29,7 +29,7 @@ struct block *block_take(size_t bytes, char **data) {
   return block;
 }
 
-/* Keeps a block in an empty place, or in the place of the smallest block. Returns the block that has no place. */
+/* Keep a block in an empty place, or in the place of the smallest block. Return the block that has no place. */
 static struct block *keep_block(struct block *block) {
   int least = 0;
   for (int i = 0; i < SPARE_BLOCKS && spare.blocks[least] != NULL; i++)

@@ -8,10 +8,10 @@
 
 struct block;
 
-/* Returns a block with room for `bytes`, at `data`. NULL: out of memory. */
+/* Return a block with room for `bytes`, at `data`. NULL: out of memory. */
 struct block *block_take(size_t bytes, char **data);
 
-/* Gives a block back, which may be NULL. */
+/* Give a block back, which may be NULL. */
 void block_give(struct block *block);
 
 #endif

@@ -56,7 +56,7 @@ void progress_hurry(void) {
   pthread_mutex_unlock(&state.lock);
 }
 
-/* Waits for `progress_patience`, or until something is posted or long, if nothing has been for so long. Returns whether
+/* Wait for `progress_patience`, or until something is posted or long, if nothing has been for so long. Return whether
  * to poll for posted receives now. */
 static bool rest_a_while(void) {
   if (state.calm) {
@@ -69,7 +69,7 @@ static bool rest_a_while(void) {
   return thread_wait(&state.wake, &state.lock, atomic_load(&progress_patience));
 }
 
-/* Polls without the lock. `often`: polls the long requests, too, and then pauses. */
+/* Poll without the lock. `often`: poll the long requests, too, and then pause. */
 static void poll_once(bool often) {
   pthread_mutex_unlock(&state.lock);
   queue_match(NULL, NULL, 0);

@@ -15,7 +15,7 @@ typedef void progress_work(void);
 /* A receive has been posted: starts the thread if it does not run yet. */
 void progress_posted(progress_work *work);
 
-/* Counts `more` further long requests in flight; fewer if negative. */
+/* Count `more` further long requests in flight; fewer if negative. */
 void progress_long(int more, progress_work *work);
 
 /* A blocking operation begins: posted receives must not wait until it ends. */
@@ -27,7 +27,7 @@ static inline void progress_before(const struct call *call) {
 /* The thread does not poll again from now on. */
 void progress_end(void);
 
-/* Waits until the thread has ended. */
+/* Wait until the thread has ended. */
 void progress_join(void);
 
 /* Nanoseconds after which the thread polls for posted receives while no transfer is long. Tests change it. */

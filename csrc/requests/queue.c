@@ -15,7 +15,7 @@ static struct unexpected *first_unexpected;
 
 /* --- the queues: under the lock --- */
 
-/* Changes a counter under the lock. It is read without the lock. */
+/* Change a counter under the lock. It is read without the lock. */
 static void count_more(atomic_int *number, int more) {
   atomic_store_explicit(number, atomic_load_explicit(number, memory_order_relaxed) + more, memory_order_release);
 }
@@ -70,13 +70,13 @@ static bool receives_overlap(const struct receive *a, const struct receive *b) {
          (a->tag == b->tag || a->tag == any_tag || b->tag == any_tag);
 }
 
-/* Whether every message that fits `a` also fits `b`. */
+/* Return whether every message that fits `a` also fits `b`. */
 static bool is_within(const struct receive *a, const struct receive *b) {
   return (b->source == runtime.abi->any_source || a->source == b->source) &&
          (b->tag == runtime.abi->any_tag || a->tag == b->tag);
 }
 
-/* Returns the first posted receive of the communicator that a message fits, before `last`; otherwise `last`. */
+/* Return the first posted receive of the communicator that a message fits, before `last`; otherwise `last`. */
 static struct receive *first_for(const struct communicator *comm, const struct message_info *info,
                                  struct receive *last) {
   struct receive *to = first_posted;
@@ -84,8 +84,8 @@ static struct receive *first_for(const struct communicator *comm, const struct m
   return to;
 }
 
-/* Whether a message may fit this receive and an earlier one. The earlier one must then get the first message that fits
- * it. That may be another message, which has come since the earlier receive was tried. */
+/* Return whether a message may fit this receive and an earlier one. The earlier one must then get the first message
+ * that fits it. That may be another message, which has come since the earlier receive was tried. */
 static bool is_behind_others(const struct receive *receive) {
   const struct receive *other = first_posted;
   while (other != receive && (!receives_overlap(other, receive) || is_within(other, receive))) other = other->next;
@@ -99,7 +99,7 @@ static void deliver_message(struct receive *receive, const struct message_info *
   runtime.abi->receive(receive);
 }
 
-/* Delivers an unexpected message to a receive, if one fits it. Returns whether it did. */
+/* Deliver an unexpected message to a receive, if one fits it. Return whether it did. */
 static bool deliver_unexpected(struct receive *receive) {
   struct unexpected *message = first_unexpected;
   while (message != NULL && (message->comm != receive->comm || !receive_fits(receive, &message->info)))
@@ -110,8 +110,8 @@ static bool deliver_unexpected(struct receive *receive) {
   return true;
 }
 
-/* Matches a message that a receive with any tag was offered and may not have. Delivers it to another receive, or keeps
- * it. Returns an MPI error code, or CODE_NO_MEMORY. */
+/* Match a message that a receive with any tag was offered and may not have. Deliver it to another receive, or keep
+ * it. Return an MPI error code, or CODE_NO_MEMORY. */
 static int match_for_others(struct communicator *comm, int source, int tag) {
   struct message_info info;
   bool there = false;
@@ -131,7 +131,7 @@ static bool fail_match(struct receive *receive, const char *function, int code) 
   return false;
 }
 
-/* Matches a message that this receive may have, if one has come. Delivers it, or an earlier message, to the first
+/* Match a message that this receive may have, if one has come. Deliver it, or an earlier message, to the first
  * receive that it fits. */
 static bool match_posted(struct receive *receive) {
   struct message_info info;

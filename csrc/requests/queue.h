@@ -44,9 +44,9 @@ struct receive {
   intptr_t handle; /* MPI_Request, if it is under way */
 };
 
-/* Whether a receive may have a message with this tag. A receive with any tag never gets the messages of plans. irecv
- * may be matched much later than it is started, so it does not get the messages of derivatives, either (_mpi/tags.py).
- * The derivative of sendrecv receives with any tag. */
+/* Return whether a receive may have a message with this tag. A receive with any tag never gets the messages of plans.
+ * irecv may be matched much later than it is started, so it does not get the messages of derivatives, either
+ * (_mpi/tags.py). The derivative of sendrecv receives with any tag. */
 static inline bool receive_accepts(const struct receive *receive, int tag) {
   if (receive->tag != runtime.abi->any_tag) return receive->tag == tag;
   return receive->request != NULL ? tag < notices_tag() : !is_of_plans(tag);
@@ -57,30 +57,30 @@ static inline bool receive_accepts(const struct receive *receive, int tag) {
 extern atomic_int queue_posted_count;
 static inline int queue_posted(void) { return atomic_load_explicit(&queue_posted_count, memory_order_relaxed); }
 
-/* Posts a receive. */
+/* Post a receive. */
 void queue_post(struct receive *receive);
 
-/* Takes a receive out of the queue. False: the message has been matched. A receive that is not posted does not change.
+/* Take a receive out of the queue. False: the message has been matched. A receive that is not posted does not change.
  */
 bool queue_withdraw(struct receive *receive);
 
-/* Takes a receive out if nothing else is posted. The thread that waits for it may then leave the matching to MPI. */
+/* Take a receive out if nothing else is posted. The thread that waits for it may then leave the matching to MPI. */
 bool queue_withdraw_alone(struct receive *receive);
 
-/* Matches the messages that have come for posted receives, on one communicator or, with NULL, on all. Returns whether
+/* Match the messages that have come for posted receives, on one communicator or, with NULL, on all. Return whether
  * one of `receives` is still posted. Does not wait. */
 bool queue_match(const struct communicator *comm, const struct receive receives[], int count);
 
 /* A thread waits for a receive from now on. It receives the message itself, unless MPI already receives it. */
 void queue_await(struct receive *receive);
 
-/* Whether one of these receives is posted. */
+/* Return whether one of these receives is posted. */
 bool queue_has(const struct receive receives[], int count);
 
-/* Keeps an unexpected message. False: no memory. */
+/* Keep an unexpected message. False: no memory. */
 bool queue_add_unexpected(struct communicator *comm, const struct message_info *info);
 
-/* Drops all receives and messages of a communicator that has been freed. For COMM_SELF: of all communicators. */
+/* Drop all receives and messages of a communicator that has been freed. For COMM_SELF: of all communicators. */
 void queue_forget(const struct communicator *comm);
 
 #endif

@@ -122,7 +122,7 @@ static ffi_error *fail_id(const struct call *call, const struct buffer *id) {
   return call_fail(call, FFI_INTERNAL, "the id of a request has another shape: reinstall jaxmpi");
 }
 
-/* Returns a request with a place. `place`: -1 if none was left. */
+/* Return a request with a place. `place`: -1 if none was left. */
 static struct request *new_request(bool usual, int handles, int receives, int *place) {
   struct request *made = allocate(usual, handles, receives);
   pthread_mutex_lock(&all.lock);
@@ -212,7 +212,7 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
   write_id(request, id);
 }
 
-/* Returns the place of the request with an id, or -1. */
+/* Return the place of the request with an id, or -1. */
 static int place_of(const struct buffer *id) {
   const float *ids = id->data;
   if (!is_id(id) || !(ids[0] >= 1) || ids[0] > (float)all.used || ids[0] != (float)(int)ids[0]) return -1;
@@ -232,7 +232,7 @@ static const char *why_none(bool none, int64_t zero) {
                 "(jax.checkpoint executes one again for its derivative), start in that function as well";
 }
 
-/* Takes the request at a place out of the table. The caller holds the lock. */
+/* Take the request at a place out of the table. The caller holds the lock. */
 static struct request *take_from(int place) {
   struct request *taken = all.places[place];
   all.places[place] = NULL;
@@ -268,7 +268,7 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
   return request;
 }
 
-/* Takes the next irecv of a run out of the table, from place `at` on, unless the message has been matched. */
+/* Take the next irecv of a run out of the table, from place `at` on, unless the message has been matched. */
 static struct request *take_abandoned(int64_t run, int *at) {
   struct request *taken = NULL;
   pthread_mutex_lock(&all.lock);
@@ -300,7 +300,7 @@ static ffi_error *fail_order(const struct call *call, const struct operation *st
       advice);
 }
 
-/* Whether it is the adjoint of an operation, or the value of one in a higher derivative. */
+/* Return whether it is the adjoint of an operation, or the value of one in a higher derivative. */
 static bool is_adjoint(const struct request *request) {
   int own = attribute_of(request->operation, KIND_ADJOINT),
       all_have = attribute_of(request->operation, KIND_DERIVATIVE);
@@ -313,7 +313,7 @@ static bool is_collective(const struct operation *operation) {
   return attribute_of(operation, KIND_DERIVATIVE) >= 0 && attribute_of(operation, KIND_PLAN) < 0;
 }
 
-/* Whether MPI may take one of two adjoints for the other. */
+/* Return whether MPI may take one of two adjoints for the other. */
 static bool may_be_confused(const struct request *one, const struct request *other) {
   size_t bytes = (size_t)one->operation->attribute_count * sizeof *one->attributes;
   if (is_collective(one->operation)) return is_collective(other->operation) && other->comm == one->comm;
@@ -383,7 +383,7 @@ static struct request *take_one_on(const struct communicator *comm) {
   return request;
 }
 
-/* Whether MPI soon stops using the memory of a request. */
+/* Return whether MPI soon stops using the memory of a request. */
 static bool ends_soon(struct request *request) {
   bool under_way = true;
   for (int i = 0; i < MILLISECONDS_TO_GIVE_UP && under_way; i++) {
@@ -413,7 +413,7 @@ static void name_request(const struct request *request) {
   fprintf(stderr, "%s\n", text.characters);
 }
 
-/* Whether MPI calls a user's reduction function for the request. */
+/* Return whether MPI calls a user's reduction function for the request. */
 static bool is_user_reduction(const struct request *request) {
   int op = attribute_of(request->operation, KIND_REDUCTION);
   return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;

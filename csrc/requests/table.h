@@ -44,33 +44,33 @@ struct request {
   _Alignas(64) char small[64];
 };
 
-/* Makes a request for a call that starts an operation, with room for `bytes` of data, handles and receives. The id
- * will be in `id`. Returns NULL, or the error. */
+/* Make a request for a call that starts an operation, with room for `bytes` of data, handles and receives. The id
+ * will be in `id`. Return NULL, or the error. */
 ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
                        struct request **request);
 
-/* Writes the id. From now on the request can be waited for, and the receives are posted. `moved`: bytes under way. */
+/* Write the id. From now on the request can be waited for, and the receives are posted. `moved`: bytes under way. */
 void request_begin(struct request *request, const struct buffer *id, int64_t moved);
 
-/* Takes the request that a call waits for: no other call can take it from now on. NULL with `error` NULL: the id is
+/* Take the request that a call waits for: no other call can take it from now on. NULL with `error` NULL: the id is
  * zeros, and the call's attribute `zero` allows that: see ops.def. */
 struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error);
 
-/* Returns a number for the timeline, unique in this process. 0: the request has not begun. */
+/* Return a number for the timeline, unique in this process. 0: the request has not begun. */
 static inline int64_t request_number(const struct request *request) {
   return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
 }
 
-/* An error has ended a run, so nobody can wait for the requests that it began. Ends the receives whose messages have
+/* An error has ended a run, so nobody can wait for the requests that it began. End the receives whose messages have
  * not been matched, so that they take no later message. A message that has been matched is lost. */
 void requests_abandon(int64_t run);
 
 /* MPI matches adjoints that it cannot distinguish in the order in which they are started. In reverse mode that is the
- * order of the waits, from the last to the first. Returns the error if a request like this was started before this one
+ * order of the waits, from the last to the first. Return the error if a request like this was started before this one
  * and has not been waited for yet. */
 ffi_error *request_check_order(const struct call *call, const struct request *request);
 
-/* A blocking adjoint is matched among the adjoints that have been started, too. Returns the error if a request of
+/* A blocking adjoint is matched among the adjoints that have been started, too. Return the error if a request of
  * `row`, the nonblocking operation, is in flight with this peer and tag. */
 ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer, int64_t tag);
 
@@ -92,29 +92,29 @@ static inline void call_speak_again(struct call *call, struct own_words own) {
   call->operation = own.operation, call->buffer_count = own.buffer_count;
 }
 
-/* Gives back the memory and the place of a request. */
+/* Give back the memory and the place of a request. */
 void request_end(struct request *request);
 
-/* Gives a request that has no memory yet `bytes` of memory, at `data`. False: out of memory. Called by the thread that
+/* Give a request that has no memory yet `bytes` of memory, at `data`. False: out of memory. Called by the thread that
  * has the request, or by the queue for one of the receives; the lock of the table is not needed. */
 bool request_room(struct request *request, size_t bytes, char **data);
 
-/* Posts a receive, and lets the background thread poll for the message. */
+/* Post a receive, and let the background thread poll for the message. */
 void request_post(struct receive *receive);
 
-/* The communicator is revoked. Gives up the requests: none of them is named at the end. A request that a thread waits
- * for ends by itself. Returns how many were in flight. */
+/* The communicator is revoked. Give up the requests: none of them is named at the end. A request that a thread waits
+ * for ends by itself. Return how many were in flight. */
 int64_t requests_give_up_on(const struct communicator *comm);
 
-/* The communicator is freed. If it is COMM_SELF, MPI is finalized. Drops the receives and messages. */
+/* The communicator is freed. If it is COMM_SELF, MPI is finalized. Drop the receives and messages. */
 void requests_forget(const struct communicator *comm);
 
-/* Ends the thread and names on stderr the requests that were never waited for. It does this only once. Then completes
+/* End the thread and name on stderr the requests that were never waited for. This is done only once. Then complete
  * reductions by users' functions, for at most 5 seconds on all ranks: MPI may call these functions while the reduction
- * is under way, and after the end of Python mpi4py would end the job instead. Returns how many are still under way. */
+ * is under way, and after the end of Python mpi4py would end the job instead. Return how many are still under way. */
 int64_t requests_finish(void);
 
-/* Returns how many requests have not been waited for. */
+/* Return how many requests have not been waited for. */
 int64_t requests_in_flight(void);
 
 #endif

@@ -28,7 +28,7 @@ static const ffi_frame frame = {.struct_size = sizeof frame, .api = &api};
 
 /* --- calls ------------------------------------------------------------------------------------------------------- */
 
-/* Begins a call. Callers set the other attributes, and pass the buffers in the order of ops.def. */
+/* Begin a call. Callers set the other attributes, and pass the buffers in the order of ops.def. */
 static void begin_call(struct call *call, int row, struct communicator *comm) {
   memset(call, 0, offsetof(struct call, buffers));
   call->frame = &frame;
@@ -52,7 +52,7 @@ static void set_attribute(struct call *call, const char *name, int64_t value) {
   call->attributes[i] = value;
 }
 
-/* Checks the buffers of a call. XLA's number of elements may have exceeded an int. */
+/* Check the buffers of a call. XLA's number of elements may have exceeded an int. */
 static ffi_error *check_count(const struct call *call) {
   for (int i = 0; i < call->buffer_count; i++)
     if (call->buffers[i].type == NULL)
@@ -145,7 +145,7 @@ ffi_error *sharded_send(const void *in, int bytes, int to, struct communicator *
   return call_fail_mpi(&call, code);
 }
 
-/* Prepares a receive. XLA's program sends all messages before it waits for those that it receives. So the wait receives
+/* Prepare a receive. XLA's program sends all messages before it waits for those that it receives. So the wait receives
  * the message, as a call like any other. */
 ffi_error *sharded_receive(void *out, int bytes, int from, struct communicator *comm, struct message **message) {
   struct call call;

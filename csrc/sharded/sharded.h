@@ -13,20 +13,20 @@
 
 #include "core/runtime.h"
 
-/* Makes the communicator of these ranks of COMM_WORLD, in this order. All of them call it, and no other rank. */
+/* Make the communicator of these ranks of COMM_WORLD, in this order. All of them call it, and no other rank. */
 ffi_error *sharded_connect(struct group *group);
 
-/* Sets the communicator that XLA will ask for next; NULL: none. A communicator of this rank alone is kept until XLA
+/* Set the communicator that XLA will ask for next; NULL: none. A communicator of this rank alone is kept until XLA
  * asks while no communicator of several ranks is expected: only programs of several processes ask for one. */
 void sharded_expect(struct communicator *comm);
 
-/* Returns the communicator that XLA asks for as rank `rank`; NULL if another one was expected. */
+/* Return the communicator that XLA asks for as rank `rank`; NULL if another one was expected. */
 struct communicator *sharded_expected(int rank);
 
-/* Returns the text of this thread's last error. */
+/* Return the text of this thread's last error. */
 const char *sharded_error(void);
 
-/* Sets the text of this thread's error. Returns a value that stands for it. */
+/* Set the text of this thread's error. Return a value that stands for it. */
 ffi_error *sharded_fail(const char *text);
 
 /* `type`: XLA's code; `reduction`: an object. XLA has converted its 64-bit numbers to `count` and `bytes`. */

@@ -48,10 +48,10 @@ EXPORT const handle MPIABI_BYTE = TYPES + 20; /* any code of one byte except UIN
 EXPORT const handle MPIABI_SUM = REDUCTIONS + SUM, MPIABI_PROD = REDUCTIONS + PROD, MPIABI_MAX = REDUCTIONS + MAX,
                     MPIABI_MIN = REDUCTIONS + MIN;
 
-/* Returns what MPI functions return: 0, or a number that stands for this thread's last error. */
+/* Return what MPI functions return: 0, or a number that stands for this thread's last error. */
 static int code(const ffi_error *error) { return error == NULL ? 0 : 1; }
 
-/* Returns a communicator. XLA does not check whether it got one, so the first use fails. */
+/* Return a communicator. XLA does not check whether it got one, so the first use fails. */
 static struct communicator *comm_of(handle comm) {
   if (comm == NO_COMM)
     sharded_fail(
