@@ -421,7 +421,7 @@ static void some_of_several_are_nothing(void) {
   CHECK_SAME(out, in, 8);
   CHECK(is_zero(out, 16, 24) && is_blank(out, 24, ROOM));
   SUCCEEDS(START("hold", ARRAY(F32, in, 2), ids[1], COMM(here())));
-  FAILS(wait_on_several(ids, 3, results, 1, 0), FFI_FAILED_PRECONDITION, "zeros");
+  FAILS(wait_on_several(ids, 3, results, 1, 0), FFI_FAILED_PRECONDITION, "never started");
   all_is_done();
 }
 
@@ -793,7 +793,7 @@ static void fields_are_exchanged(void) {
       FAILS(finish_exchange(id, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "waited for already");
     }
   prepare_plan();
-  FAILS(finish_exchange((float[2]){0, 0}, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "zeros");
+  FAILS(finish_exchange((float[2]){0, 0}, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "never started");
   SUCCEEDS(finish_exchange((float[2]){0, 0}, the_plan(), A, 1));
   check_exchanged(true);
 }
