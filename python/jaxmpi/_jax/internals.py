@@ -1,4 +1,4 @@
-"""The private names of JAX that the package uses, except those for jaxprs (jaxprs.py), for the order of calls
+"""The private names of JAX that the package uses, except the names for jaxprs (jaxprs.py), for the order of calls
 (runtime_token.py) and for differentiation (_derivatives).
 
 Tested with JAX 0.6.0 to `NEWEST_TRIED`. If a version moves one of these names, only this file has to change.
@@ -132,7 +132,7 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
         Empty: not checked.
 
     Raises:
-      ImportError: there is no such function, or the parameters differ.
+      ImportError: there is no function of this name, or the parameters differ.
     """
     own = getattr(owner, name, None)
     own = getattr(own, "jaxmpi_own", own)  # if the package is imported again
