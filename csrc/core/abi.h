@@ -59,8 +59,8 @@ struct abi {
   /* The class of an error code. Any thread. */
   int (*error_class)(int code);
 
-  /* Make all operations on a communicator fail, on all ranks, from now on; whether any rank has done this. Both do
-   * nothing where MPI has no call for it. The former under runtime.lock, as a body. */
+  /* `revoke` makes all operations on a communicator fail, on all ranks, from now on. `is_revoked`: whether any rank has
+   * done this. Both do nothing where MPI has no call for it. `revoke` is called under runtime.lock, as a body. */
   void (*revoke)(const struct communicator *comm);
   bool (*is_revoked)(const struct communicator *comm);
 

@@ -33,8 +33,9 @@ class Local:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{type(self).__name__}: it cannot be pickled, since it belongs to a communicator of this process. Pickle "
-            "what it was made from, such as numbers of processes and shapes, and make it again on each rank."
+            f"{type(self).__name__}: it cannot be pickled, because it belongs to a communicator of this process. "
+            "Pickle the arguments it was made from, such as numbers of processes and shapes, and make it again on each "
+            "rank."
         )
 
 
@@ -115,8 +116,8 @@ def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
         )
     if _given_up and (identity := _core.communicator(handle_of(comm))) is not None and identity[0] in _given_up:
         raise ValueError(
-            f"{operation}: the communicator of the {made} has been given up by jaxmpi.recover, since a rank had died. "
-            f"Make the {made} again, on the communicator that recover has returned."
+            f"{operation}: the communicator of the {made} has been given up by jaxmpi.recover, because a rank had "
+            f"died. Make the {made} again, on the communicator that recover has returned."
         )
 
 
@@ -156,8 +157,8 @@ def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
     if known is None:
         if identity[0] in _given_up:
             raise ValueError(
-                f"{operation}: comm has been given up by jaxmpi.recover, since a rank had died. Pass the communicator "
-                "that recover has returned."
+                f"{operation}: comm has been given up by jaxmpi.recover, because a rank had died. Pass the "
+                "communicator that recover has returned."
             )
         _forget_freed()
         _core.configure_communicator(identity[0], chunk=_default.chunk(ours=False))

@@ -43,7 +43,7 @@ class Starting(Operation[P]):
 
     def of_batch(self, axis: Any, params: P) -> P:
         if axis.size == 0:
-            raise Unsupported(f"{self.shown}: a batch of nothing cannot be started, since no request would be left.")
+            raise Unsupported(f"{self.shown}: a batch of nothing cannot be started: no request would be left.")
         return dataclasses.replace(params, batch=(axis.size, *params.batch))
 
     result_is_stored = False
