@@ -1,4 +1,4 @@
-/* How two numbers are combined, in reductions of ours and in plans that add: expressions, for any type that C has. */
+/* Expressions that combine two numbers, for our reductions and for plans that add: for any type that C has. */
 #ifndef JAXMPI_COMBINE_H
 #define JAXMPI_COMBINE_H
 

@@ -1,14 +1,14 @@
 /* XLA's foreign function interface, API 0.1, declared by us.
  *
- * Why not use the header that jaxlib ships: the ABI is stable, the header is not. Its type names change between
- * releases, and a build against it would tie the result to one jaxlib. Declared here are only the structures of version
- * 0.1, which every later runtime accepts. tests/c/check_ffi.c compares sizes and offsets with the header of the
+ * The header that jaxlib ships is not used: the ABI is stable, the header is not. Type names change between releases,
+ * and a build against the header would tie the result to one jaxlib. Only the structures of version 0.1 are declared
+ * here; every later runtime accepts them. tests/c/check_ffi.c compares sizes and offsets with the header of the
  * installed jaxlib.
  *
  * Ownership: a frame and everything it points to belong to XLA and live until the handler returns. An error that a
  * handler returns belongs to XLA from then on. NULL means success.
  *
- * Threads: the functions at the end are called by the thread in which XLA called the handler; they need no lock.
+ * Threads: the thread in which XLA called the handler calls the functions at the end; they need no lock.
  */
 #ifndef JAXMPI_FFI_H
 #define JAXMPI_FFI_H
@@ -181,11 +181,12 @@ static inline bool ffi_answer_metadata(ffi_frame *frame) {
 /* A new error with a copy of the text. */
 ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char *message);
 
-/* Frees an error that is not returned. */
+/* Free an error that is not returned. */
 void ffi_drop(const ffi_frame *frame, ffi_error *error);
 
-/* Which execution of a program it is of; 0: not known, or none of XLA's. Different for those that are under way at one
- * time: XLA adds one to a hash of the program each time, so that numbers come again in long jobs. */
+/* The number of the execution of a program that the frame belongs to; 0: not known, or not XLA's. Executions that are
+ * under way at one time have different numbers. XLA adds one to a hash of the program each time, so numbers repeat in
+ * long jobs. */
 int64_t ffi_run(const ffi_frame *frame);
 
 /* The product of the dimensions: 1 for a scalar. */

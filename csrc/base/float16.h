@@ -1,9 +1,9 @@
 /* Conversion between 16-bit floating-point numbers and float, in plain C11.
  *
  * float16 is IEEE 754 binary16; bfloat16 is the upper half of a binary32. Conversion to 16 bits rounds to nearest,
- * ties to even. Infinities and NaN are kept (a NaN becomes quiet, and its payload may be truncated).
+ * ties to even. Infinities and NaN are kept (a NaN becomes quiet, and the payload may be truncated).
  *
- * Threads: pure functions, for any thread; MPI calls the reductions that use them inside its own calls.
+ * Threads: pure functions, for any thread; MPI calls the reductions that use them inside MPI functions.
  */
 #ifndef JAXMPI_FLOAT16_H
 #define JAXMPI_FLOAT16_H

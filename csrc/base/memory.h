@@ -1,8 +1,8 @@
 /* Memory spaces: where XLA's buffers lie, and the driver's functions for them.
  *
- * A body in mpi/collectives.c uses pointers that MPI accepts and knows nothing of devices: transport.c provides such
+ * A body in mpi/collectives.c uses pointers that MPI accepts and knows nothing of devices: transport.c provides these
  * pointers by the functions of a memory space. A space is a row in spaces.def and a file that defines one structure.
- * Its functions return 0 or the driver's error code; after an error `memory_failed` names the driver's function.
+ * The functions return 0 or the driver's error code; after an error `memory_failed` names the driver's function.
  *
  * A stream is XLA's or made here; a stream executes its work in the order in which it was enqueued. A context is what a
  * thread must enter before it uses the streams, events and memory of a device.
@@ -19,7 +19,7 @@
 
 #include "base/ffi.h"
 
-/* Rows of `width` bytes, which begin that many bytes apart on the host and on the device. */
+/* Rows of `width` bytes. `on_host` and `on_device` are the bytes from the beginning of a row to the next one. */
 struct rows {
   size_t width, count, on_host;
   ptrdiff_t on_device;
@@ -37,11 +37,11 @@ struct memory {
   const char *platform; /* XLA's name for it */
   bool host;            /* host code can access it: the members after `run` are NULL */
 
-  /* Executes a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */
+  /* Execute a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */
   ffi_error *(*run)(struct call *call);
 
-  /* The possible names of the driver's library, ending with NULL, and the text of the error if none is found. `load`
-   * looks up the functions in it: NULL, or the name of a missing one. */
+  /* The possible names of the driver's library, ending with NULL, and the text of the error if none can be loaded.
+   * `load` looks up the functions in the library: NULL, or the name of a missing one. */
   const char *const *libraries;
   const char *absent;
   const char *(*load)(void *library);
@@ -62,8 +62,8 @@ struct memory {
   int (*call)(void *stream, void (*function)(void *), void *data); /* host function: it must not call the driver */
 
   /* Flags: words of memory that host code and streams access, for values up to INT32_MAX. `has_flags`: the driver has
-   * the functions; without them the others must not be called. `flags_serve`: whether the stream can use this flag,
-   * which is 0. */
+   * the functions; without them the other functions must not be called. `flags_serve`: whether the stream can use this
+   * flag, which is 0. */
   bool (*has_flags)(void);
   int (*flags_serve)(void *stream, void *flag, bool *served);
   int (*flag_make)(void **flag);
@@ -73,7 +73,7 @@ struct memory {
 
   int (*stream_make)(void **stream);
   int (*stream_free)(void *stream);
-  int (*stream_synchronize)(void *stream);       /* waits until all its work is done */
+  int (*stream_synchronize)(void *stream);       /* waits until all work on it is done */
   int (*stream_wait)(void *stream, void *event); /* later work of the stream waits for the event, if recorded */
   int (*event_make)(void **event);
   int (*event_free)(void *event);
@@ -92,7 +92,7 @@ struct memory {
   .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free, .flag_write = flag_write,             \
   .flag_wait = flag_wait, .event_synchronize = event_synchronize, .text = text
 
-/* Enqueues copies of rows, whatever their distance: up to the device, or down to the host. */
+/* Enqueue copies of rows, whatever their distance: up to the device, or down to the host. */
 int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);
 
 /* The driver's function that failed last in this thread, as recorded by memory_checked. */

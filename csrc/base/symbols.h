@@ -5,18 +5,18 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* A function to look up in a library; its address is stored at `offset` in a structure. */
+/* A function to look up in a library; the address is stored at `offset` in a structure. */
 struct symbol {
   const char *name; /* NULL at the end of a list */
   size_t offset;
   bool required;
 };
 
-/* Fills `table`, with NULL for a missing function. Returns the name of the first missing function that is required, or
+/* Fill `table`, with NULL for a missing function. Return the name of the first missing function that is required, or
  * NULL. */
 const char *symbols_load(void *library, const struct symbol *symbols, void *table);
 
-/* Stores the address of one function, NULL if the library has none of this name. Whether it has. */
+/* Store the address of one function, NULL if the library has no function of this name. Return whether it has one. */
 bool symbol_find(void *library, const char *name, void *function);
 
 #endif

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Lets so many more characters fit, if the text grows. Returns how many do. */
+/* Make room for `more` characters, if the text grows. Return how many fit. */
 static size_t make_room(struct text *text, size_t more) {
   size_t left = text->room > text->length ? text->room - text->length - 1 : 0;
   if (more <= left) return more;

@@ -1,4 +1,4 @@
-/* A text that is put together piece by piece: in a given array, at whose end it is cut, or in memory that grows.
+/* A text that is put together piece by piece: in an array, at whose end it is cut, or in memory that grows.
  *
  * Threads: pure functions; a text belongs to one thread. */
 #ifndef JAXMPI_TEXT_H
@@ -9,7 +9,7 @@
 #include <stddef.h>
 
 struct text {
-  size_t length, room; /* without and with the zero at its end */
+  size_t length, room; /* without and with the zero at the end */
   char *characters;
   bool grows; /* `characters` is memory of malloc, or NULL */
   bool cut;   /* there was no room for all of it */
@@ -24,14 +24,14 @@ static inline struct text text_in(char *array, size_t size) {
   return (struct text){.room = size, .characters = array};
 }
 
-/* Appends by printf. */
+/* Append by printf. */
 __attribute__((format(printf, 2, 3))) void text_add(struct text *text, const char *format, ...);
 __attribute__((format(printf, 2, 0))) void text_add_arguments(struct text *text, const char *format, va_list arguments);
 
-/* Appends so many characters. */
+/* Append `count` characters. */
 void text_add_characters(struct text *text, const char *characters, size_t count);
 
-/* Empties a text, whose memory it keeps. */
+/* Empty a text, and keep the memory. */
 static inline void text_clear(struct text *text) {
   text->length = 0, text->cut = false;
   if (text->room > 0) *text->characters = '\0';

@@ -24,7 +24,7 @@ void thread_pauses_exactly(void) {
 
 enum { SECOND = 1000000000 };
 
-#ifdef __APPLE__ /* it has no conditions of another clock */
+#ifdef __APPLE__ /* without conditions of another clock */
 void thread_condition(pthread_cond_t *condition) { (void)condition; }
 
 bool thread_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t nanoseconds) {

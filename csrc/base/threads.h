@@ -1,6 +1,6 @@
-/* Threads: how those of ours begin and wait, and records of all. Each thread that asks has one of its own until it
- * ends; then another thread gets it. Records are never freed, so a thread of ours may go through all of them without a
- * lock.
+/* Threads: how our threads begin and wait, and records of all threads. Each thread that asks has one record until
+ * it ends; then another thread gets the record. Records are never freed, so a thread of ours may go through all of them
+ * without a lock.
  *
  * Threads: thread_records_begin is called before thread_record_take. Any thread may call the rest.
  */
@@ -27,22 +27,22 @@ struct thread_records {
   pthread_key_t at_exit;
 };
 
-/* Starts a thread of ours, without signals, which are for the program's threads. An error number; 0. */
+/* Start a thread of ours, without signals, which are for the program's threads. Return 0 or an error number. */
 int thread_start(pthread_t *thread, void *(*work)(void *unused));
 
-/* From now on short pauses of this thread are not longer than it asks for, where the system has a way to say so. */
+/* Make short pauses of this thread no longer than it asks for, from now on, where the system can do this. */
 void thread_pauses_exactly(void);
 
-/* Makes a condition, of which PTHREAD_COND_INITIALIZER has made another one, for `thread_wait`. Nobody waits for it. */
+/* Prepare a condition, initialized by PTHREAD_COND_INITIALIZER, for `thread_wait`. No thread waits for it yet. */
 void thread_condition(pthread_cond_t *condition);
 
-/* Waits until the condition is signalled, or for so long, whatever happens to the time of day. Whether the time is
- * over. The calling thread has the lock. */
+/* Wait until the condition is signalled, or until the time is over, whatever happens to the time of day. Return
+ * whether the time is over. The calling thread has the lock. */
 bool thread_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t nanoseconds);
 
 bool thread_records_begin(struct thread_records *records, size_t bytes);
 
-/* The calling thread's record, to be kept by it: zeros, or as the thread before left it; NULL: no memory. */
+/* Return the calling thread's record, which it keeps: zeros, or as the thread before left it; NULL: no memory. */
 void *thread_record_take(struct thread_records *records);
 
 #endif

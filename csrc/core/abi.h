@@ -1,7 +1,7 @@
-/* What the core knows of an MPI library: the functions that are compiled once for each ABI.
+/* The functions for an MPI library that are compiled once for each ABI.
  *
- * Threads: abi_find is called under the GIL; who calls the members of struct abi is said with each. With
- * runtime.serialize the caller of those that call MPI needs runtime.lock, as said there. */
+ * Threads: abi_find is called under the GIL; each member of struct abi says who calls it. With runtime.serialize the
+ * caller of a member that calls MPI needs runtime.lock, as stated there. */
 #ifndef JAXMPI_ABI_H
 #define JAXMPI_ABI_H
 
@@ -10,13 +10,13 @@
 
 struct request;
 struct receive;
-struct message_found;
+struct message_info;
 
 /* Beside MPI's error codes: out of memory. */
 enum { CODE_NO_MEMORY = -1 };
 
-/* What is compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of what
- * agreement.h needs holds runtime.lock. */
+/* The functions compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of the
+ * functions for agreement.h holds runtime.lock. */
 struct abi {
   const char *name;
 
@@ -24,62 +24,62 @@ struct abi {
    * the transport chooses for MPI calls, without the GIL. */
   ffi_error *(*const *bodies)(struct call *call);
 
-  /* Fills the function table from `library` (from dlopen). NULL, or the name of a missing function. Called once, at
+  /* Fill the function table from `library` (from dlopen). NULL, or the name of a missing function. Called once, at
    * import. */
   const char *(*load)(void *library);
 
-  /* Finds or makes the struct for a communicator: NULL for an inter-communicator. A new struct gets a number with this
-   * meaning, which may be NULL. Returns an MPI error code. Called under the GIL. */
-  int (*communicator)(intptr_t handle, const char *meaning, struct communicator **result);
+  /* Find or make the struct for a communicator: NULL for an inter-communicator. A new struct gets a number with this
+   * stable key, which may be NULL. Return an MPI error code. Called under the GIL. */
+  int (*communicator)(intptr_t handle, const char *stable_key, struct communicator **result);
 
-  /* Makes the reductions of a dtype that are ours: `handles` in the order SUM, PROD, MAX, MIN, 0 where MPI's is used.
-   * Returns an MPI error code. Called at import, under the GIL. */
+  /* Make the reductions of a dtype that are ours: `handles` in the order SUM, PROD, MAX, MIN, 0 where MPI's is used.
+   * Return an MPI error code. Called at import, under the GIL. */
   int (*own_operations)(const char *dtype, intptr_t handles[4]);
 
-  /* For agreement.h, all of which return an MPI error code and do not wait: posts a message to, or from, a rank of
-   * COMM_WORLD on runtime.channel; tells whether it is through; takes a receive back. */
+  /* For agreement.h. All of these return an MPI error code and do not wait. They post a message to, or from, a rank of
+   * COMM_WORLD on runtime.channel; test whether it is complete; cancel a receive. */
   int (*post)(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request);
   int (*test)(intptr_t *request, bool *done);
   int (*cancel)(intptr_t *request);
 
-  /* Begins to send what a call of `send` passes, which must stay until the body of `wait` is done with the request.
-   * Returns an MPI error code. */
+  /* Begin to send the message of a call of `send`. The buffer must stay until the body of `wait` is done with the
+   * request. Return an MPI error code. */
   int (*start_send)(const struct call *call, intptr_t *request);
 
-  /* For requests/queue.h, under its lock. Looks whether a message has come (`probe`), and matches it (`match`); both
-   * return an MPI error code and do not wait. Begins to receive a message that has been matched, unless a thread waits
+  /* For requests/queue.h, under the queue's lock. `probe` polls for a message, and `match` matches it; both return an
+   * MPI error code and do not wait. `receive` begins to receive a message that has been matched, unless a thread waits
    * for it or must look at it first. */
-  int (*probe)(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
-  int (*match)(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+  int (*probe)(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
+  int (*match)(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
   void (*receive)(struct receive *receive);
 
-  /* Whether what a request has begun is still under way. Does not wait; under the lock of requests/table.h. */
+  /* Return whether the work of a request is still under way. It does not wait. Under the lock of requests/table.h. */
   bool (*test_request)(struct request *request);
 
   /* The class of an error code. Any thread. */
   int (*error_class)(int code);
 
-  /* Has all operations on a communicator fail, on all its ranks, from now on; whether that has been done, by any of
-   * them. Both do nothing where MPI has no such call. The former under runtime.lock, as a body. */
+  /* `revoke` makes all operations on a communicator fail, on all ranks, from now on. `is_revoked`: whether any rank has
+   * done this. Both do nothing where MPI has no call for it. `revoke` is called under runtime.lock, as a body. */
   void (*revoke)(const struct communicator *comm);
   bool (*is_revoked)(const struct communicator *comm);
 
-  /* Whether it is revoked, or a process of it is known to have died. Under runtime.lock, as a body. */
+  /* Return whether a communicator is revoked, or a process of it is known to have died. Under runtime.lock, as a body.
+   */
   bool (*is_broken)(const struct communicator *comm);
 
-  /* Ends all that is done on a communicator that is revoked, as if it were freed; what is in flight on it is given up.
-   * Returns how many requests were. Without the GIL. */
+  /* End all work on a revoked communicator, as if it were freed, and give up the requests in flight on it. Return
+   * how many they were. Without the GIL. */
   int64_t (*give_up)(struct communicator *comm);
 
-  /* Ends the job. Any thread. */
+  /* End the job. Any thread. */
   void (*abort)(int status);
 
   /* The numbers for any rank, any tag and no rank. */
   int any_source, any_tag, proc_null;
 
   /* The text for an error code, the library's own except for CODE_NO_MEMORY; `text` has room for 1024 bytes. Any
-   * thread.
-   */
+   * thread. */
   void (*error_text)(int code, char *text);
 };
 extern const struct abi abi_openmpi, abi_mpich, abi_mpiabi;

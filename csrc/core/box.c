@@ -12,7 +12,7 @@
 
 /* --- copies ---
  *
- * A row are `count` parts, of which part i begins `stride` bytes times its place behind `at`. */
+ * A row has `count` parts. Part i begins `stride` bytes times the place behind `at`. */
 
 enum places { IN_ORDER, NARROW, WIDE };
 struct row {
@@ -31,7 +31,7 @@ INLINE char *part_of(const struct row *row, int64_t i) {
   return row->at + place * row->stride;
 }
 
-/* Copies of a size that is known to the compiler are a few instructions. */
+/* If the compiler knows the size, a copy is a few instructions. */
 #define WITH_RUN(run, COPY) \
   switch (run) {            \
     case 1:                 \
@@ -60,7 +60,7 @@ INLINE void copy_runs(const struct row *to, const struct row *from, int64_t coun
 #undef COPY
 }
 
-/* Loops of their own for each way in which the parts of an array lie. */
+/* Makes a loop for each way in which the parts of an array lie. */
 #define WITH_PLACES(list, ROW) \
   if ((list) == NULL) {        \
     ROW(IN_ORDER);             \
@@ -70,14 +70,14 @@ INLINE void copy_runs(const struct row *to, const struct row *from, int64_t coun
     ROW(WIDE);                 \
   }
 
-/* From part `first` on. */
+/* The row from part `first` on. */
 static inline struct row row_of(const struct box *box, char *array, int64_t stride, enum places places, int64_t first) {
   if (places == IN_ORDER) return (struct row){array + first * stride, stride, places, NULL};
   const char *list = (const char *)box->list->values + first * (places == WIDE ? 8 : 4);
   return (struct row){array, stride, places, list};
 }
 
-/* What is done with a row of a box's parts in an array; in the message they follow each other. */
+/* A function for a row of a box's parts in an array; in the message the parts follow each other. */
 typedef void row_function(const struct box *box, char *array, int64_t stride, int64_t count, char *message);
 
 static void gather_parts(const struct box *box, char *array, int64_t stride, int64_t first, int64_t count,
@@ -101,7 +101,7 @@ static void scatter_row(const struct box *box, char *array, int64_t stride, int6
   WITH_PLACES(box->list, SCATTER)
 }
 
-/* Without a message. */
+/* There is no message. */
 static void fill_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
   const int64_t width = sizeof box->value, run = box->run;
   (void)message;
@@ -163,7 +163,7 @@ static void stream_row(const struct box *box, char *array, int64_t stride, int64
 
 static void walk_streaming(const struct box *box, const void *array, char *message) {
   walk_box(stream_row, box, array, message);
-  _mm_sfence(); /* other cores see these stores before those that announce the message */
+  _mm_sfence(); /* other cores see these stores before the stores that announce the message */
 }
 #else
 bool box_streams(const struct box *box, int64_t message_bytes) {
@@ -194,7 +194,7 @@ void box_fill(const struct box *box, void *array) { walk_box(fill_row, box, arra
 typedef float _Complex complex64;
 typedef double _Complex complex128;
 
-/* In the arithmetic of each type. Sums of integers are modulo a power of two. */
+/* Combinations in the arithmetic of each type. Sums of integers are modulo a power of two. */
 #define DIRECTLY(type, combine, x, y) (type)(combine(x, y))
 #define FLOAT16(type, combine, x, y)  float16_from_float(combine(float16_to_float(x), float16_to_float(y)))
 #define BFLOAT16(type, combine, x, y) bfloat16_from_float(combine(bfloat16_to_float(x), bfloat16_to_float(y)))
@@ -225,7 +225,7 @@ typedef double _Complex complex128;
       name##_at(&row, count, box->run, message);                                                       \
   }
 
-COMBINER(sum_8, uint8_t, DIRECTLY, ADD) /* of the signed ones too: the bits are the same */
+COMBINER(sum_8, uint8_t, DIRECTLY, ADD) /* of signed integers, too: the bits are the same */
 COMBINER(sum_16, uint16_t, DIRECTLY, ADD)
 COMBINER(sum_32, uint32_t, DIRECTLY, ADD)
 COMBINER(sum_64, uint64_t, DIRECTLY, ADD)
@@ -252,7 +252,7 @@ EXTREMA(bfloat16, uint16_t, BFLOAT16, LARGER, SMALLER)
 EXTREMA(float32, float, DIRECTLY, LARGER, SMALLER)
 EXTREMA(float64, double, DIRECTLY, LARGER, SMALLER)
 
-/* NULL: elements of this type are not combined so. */
+/* NULL: elements of this type cannot be combined by `how`. */
 static row_function *combiner_of(enum combination how, const struct datatype *type) {
 #define COMBINERS(code, sum, max, min) \
   case code:                           \
@@ -288,9 +288,9 @@ void box_combine(const struct box *box, enum combination how, const struct datat
 /* --- boxes and boxes --- */
 
 bool box_is_like(const struct box *a, const struct box *b) {
-  bool alike = a->run == b->run && a->axes == b->axes && a->list == NULL && b->list == NULL;
-  for (int axis = 0; axis < a->axes && alike; axis++) alike = a->counts[axis] == b->counts[axis];
-  return alike;
+  bool same = a->run == b->run && a->axes == b->axes && a->list == NULL && b->list == NULL;
+  for (int axis = 0; axis < a->axes && same; axis++) same = a->counts[axis] == b->counts[axis];
+  return same;
 }
 
 static void copy_axes(const struct box *from, const struct box *to, int axis, char *read, char *written) {

@@ -1,4 +1,4 @@
-/* What is done with the buffers of a call in the memory that they lie in. On a device it is enqueued on the call's
+/* Functions for the buffers of a call, in the memory in which they lie. On a device the work is enqueued on the call's
  * stream. Any thread. */
 #ifndef JAXMPI_BUFFERS_H
 #define JAXMPI_BUFFERS_H

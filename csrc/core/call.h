@@ -10,9 +10,9 @@
 #include "core/objects.h"
 #include "core/operation.h"
 
-/* What this rank passes to an operation or receives from it. Whoever uses the buffer by its role (MPI or the core) can
- * dereference `data`, in whichever memory it lies. `data`, `count` and `type` are zero where this rank passes no such
- * buffer. */
+/* A buffer that this rank passes to an operation or receives from it. The user of the buffer by role (MPI or the core)
+ * can dereference `data`, in whichever memory it lies. `data`, `count` and `type` are zero where this rank does not
+ * pass the buffer. */
 struct buffer {
   void *data;
   int64_t count;
@@ -37,24 +37,24 @@ struct division {
 };
 static inline bool division_is_one(const struct division *division) { return division->columns <= division->chunk; }
 
-/* One call of an operation, from the frame to the body. Copied by call_copy, since most of `buffers` is unused. */
+/* One call of an operation, from the frame to the body. Copied by call_copy, because most of `buffers` is unused. */
 struct call {
   const ffi_frame *frame; /* NULL after the handler has returned: an error is then deferred */
   const struct operation *operation;
   struct communicator *comm;
   const struct memory *memory; /* that MPI's buffers lie in */
   void *stream;                /* XLA's; NULL for the host */
-  char *messages;              /* of a plan: where the transport composes them and takes them apart; NULL otherwise */
+  char *messages;              /* of a plan: where the transport composes and unpacks messages; NULL otherwise */
   const struct call *leaves;   /* of a call with joined buffers: as XLA made it; NULL otherwise */
   const char *function;        /* MPI function, for errors and the log */
   struct division division;
   enum reducer reducer; /* REDUCER_MPI if the operation is not a reduction */
-  bool labelled;        /* if a message: what it consists of goes along */
-  bool sending;         /* a message of this rank's is under way, which must be received before the call returns */
+  bool labelled;        /* if a message: a label with the contents goes along */
+  bool sending;         /* a message of this rank is under way; it must be received before the call returns */
   bool reads_envelope;  /* ranks and tags are still to be read from the last buffers */
   struct {
     bool due;                    /* with the calls of other ranks, before anything is sent: execute/compare.h */
-    bool written;                /* the share is what this rank receives */
+    bool written;                /* the share is data that this rank receives */
     int64_t share;               /* elements of this rank's share, over all chunks */
     const struct datatype *type; /* of the share */
   } comparison;
@@ -65,16 +65,16 @@ struct call {
   } log;
   struct {
     int from, tag;   /* sender and tag of the message that was received; `from` is -1 without one */
-    int64_t request; /* that was started or waited for; 0 without one */
+    int64_t request; /* that the call started or waited for; 0 without one */
   } timeline;
-  int64_t attributes[MAX_ATTRIBUTES]; /* the number of an object is replaced by its address: see object_of */
+  int64_t attributes[MAX_ATTRIBUTES]; /* the number of an object is replaced by the address: see object_of */
   /* Row i of the operation's buffers has buffers[first[i]] to buffers[first[i + 1] - 1]. */
   short first[MAX_ROLES + 1];
   short buffer_count;
   struct buffer buffers[MAX_BUFFERS];
 };
 
-/* Copies the part of a call that is in use. */
+/* Copy the part of a call that is in use. */
 static inline void call_copy(struct call *to, const struct call *from) {
   memcpy(to, from, offsetof(struct call, buffers) + (size_t)from->buffer_count * sizeof *from->buffers);
 }

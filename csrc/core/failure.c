@@ -9,7 +9,7 @@
 #include "base/text.h"
 #include "core/abi.h"
 
-/* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
+/* Keep an error for the next operation, unless an error is kept already. Compare the result with NULL only. */
 static ffi_error *defer_error(enum ffi_error_code code, const char *text) {
   static char deferred;
   struct failure *none = NULL, *failure = malloc(sizeof *failure + strlen(text) + 1);
@@ -21,7 +21,7 @@ static ffi_error *defer_error(enum ffi_error_code code, const char *text) {
   return (ffi_error *)&deferred;
 }
 
-/* The text of an error, with what it is of in front. */
+/* The text of an error, preceded by operation and rank. */
 __attribute__((format(printf, 3, 0))) static void describe_error(const struct call *call, char array[TEXT_BYTES],
                                                                  const char *format, va_list arguments) {
   struct text text = text_in(array, TEXT_BYTES);
@@ -33,7 +33,7 @@ __attribute__((format(printf, 3, 0))) static void describe_error(const struct ca
 }
 
 static ffi_error *fail_with(const struct call *call, enum ffi_error_code code, const char *text) {
-  atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: python/runtime_token.c */
+  atomic_fetch_add(&runtime.failures, 1); /* makes calls in order check their link: python/runtime_token.c */
   if (atomic_load(&runtime.ends_on_error)) {
     fprintf(stderr, "%s. The job ends, as JAXMPI_ON_ERROR=abort says\n", text);
     runtime.abort(text);
@@ -50,7 +50,7 @@ ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const ch
   return fail_with(call, code, text);
 }
 
-/* Errors for which the last array of a pytree is to come. */
+/* Errors of pytrees whose last array is still to come. */
 static struct kept {
   struct kept *next;
   int row;
@@ -60,7 +60,7 @@ static struct kept {
 static pthread_mutex_t lock_of_kept = PTHREAD_MUTEX_INITIALIZER;
 atomic_int failures_kept;
 
-/* The attributes that calls of one pytree have in common; 0 in the place of others. Returns the place. */
+/* The attributes that calls of one pytree have in common; 0 in the place of others. Return the place of the leaf. */
 static enum leaf attributes_of_tree(const struct call *call, int64_t attributes[MAX_ATTRIBUTES]) {
   int64_t place = LEAF_ALONE;
   memset(attributes, 0, MAX_ATTRIBUTES * sizeof *attributes);
@@ -72,7 +72,7 @@ static enum leaf attributes_of_tree(const struct call *call, int64_t attributes[
   return (enum leaf)place;
 }
 
-/* Where the error of a pytree is kept; NULL at that place if none is. Under lock_of_kept. */
+/* The place where the error of a pytree is kept; NULL at that place if there is no error. Under lock_of_kept. */
 static struct kept **find_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]) {
   struct kept **at = &errors_kept;
   while (*at != NULL &&
@@ -96,20 +96,20 @@ static bool keep_error(int row, const int64_t attributes[MAX_ATTRIBUTES], const 
     atomic_fetch_add(&failures_kept, 1);
   }
   pthread_mutex_unlock(&lock_of_kept);
-  free(new); /* only the first error of a pytree is told */
+  free(new); /* only the first error of a pytree is reported */
   return true;
 }
 
-/* The error that is kept of a pytree, which the caller then frees; NULL if there is none. */
+/* The kept error of a pytree, which the caller then frees; NULL if there is none. */
 static struct kept *take_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]) {
   pthread_mutex_lock(&lock_of_kept);
-  struct kept **at = find_kept(row, attributes), *found = *at;
-  if (found != NULL) {
-    *at = found->next;
+  struct kept **at = find_kept(row, attributes), *kept = *at;
+  if (kept != NULL) {
+    *at = kept->next;
     atomic_fetch_sub(&failures_kept, 1);
   }
   pthread_mutex_unlock(&lock_of_kept);
-  return found;
+  return kept;
 }
 
 /* The kept error of a pytree as the error of this call; NULL if none is kept. */
@@ -167,17 +167,18 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
-/* Whether an error is that of a process which has died. Some collectives of Open MPI then fail with another class. */
-static bool tells_of_process(const struct call *call, int code) {
+/* Return whether an error reports that a process has died. Some collectives of Open MPI then fail with another class.
+ */
+static bool reports_death(const struct call *call, int code) {
   if (runtime.failed == 0 || call->comm == NULL) return false;
   int class = runtime.abi->error_class(code);
   return class == runtime.failed || class == runtime.pending || class == runtime.revoked ||
          runtime.abi->is_broken(call->comm);
 }
 
-/* A process has died. The others learn of it by their own operations on this communicator, which all fail from now on:
- * none waits for a rank that has left an operation by this error. Python reads the number: _mpi/survival.py. `what` and
- * `more`: what the function of MPI did. */
+/* The error for a death. Other ranks learn of it by their own operations on this communicator, which all fail from now
+ * on: none waits for a rank that has left an operation by this error. Python reads the number: _mpi/survival.py. `what`
+ * and `more`: what the function of MPI did. */
 static ffi_error *fail_process(const struct call *call, const char *what, const char *more) {
   runtime.abi->revoke(call->comm);
   return call_fail(call, FFI_UNAVAILABLE, "%s %s%s [a process has failed, communicator %" PRId64 "]", call->function,
@@ -192,26 +193,26 @@ ffi_error *call_confirm_result(const struct call *call, const struct operation *
 
 ffi_error *call_fail_mpi(const struct call *call, int code) {
   char reason[1024] = "", array[256];
-  struct text given = text_in(array, sizeof array);
+  struct text facts = text_in(array, sizeof array);
   runtime.abi->error_text(code, reason);
   for (int i = 0; i < call->operation->attribute_count; i++)
     if (call->operation->attributes[i].kind == KIND_RANK || call->operation->attributes[i].kind == KIND_TAG)
-      text_add(&given, "; %s %" PRId64, call->operation->attributes[i].name, call->attributes[i]);
-  /* A wait that speaks for what it waits for has none: requests/table.h. */
+      text_add(&facts, "; %s %" PRId64, call->operation->attributes[i].name, call->attributes[i]);
+  /* A wait that speaks for the operation that it waits for has no buffers: requests/table.h. */
   for (int i = 0; i < call->operation->buffer_count && call->buffer_count > 0; i++)
     for (int k = call->first[i]; k < call->first[i + 1]; k++)
       if (call->buffers[k].type != NULL)
-        text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
+        text_add(&facts, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
                  call->buffers[k].type->name);
-  if (tells_of_process(call, code)) {
+  if (reports_death(call, code)) {
     char failed[sizeof reason + 16];
     snprintf(failed, sizeof failed, "failed: %s", reason);
-    return fail_process(call, failed, given.characters);
+    return fail_process(call, failed, facts.characters);
   }
-  if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
+  if (call->sending) /* printed at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
             call->operation->name, call->comm->rank, call->comm->size, call->function, reason);
-  return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given.characters);
+  return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, facts.characters);
 }
 
 ffi_error *call_fail_unknown(const struct call *call, const char *attribute) {

@@ -1,5 +1,5 @@
-/* Lists of indices: where parts of an array lie that no stride leads to, such as the rows of a mesh that another rank
- * needs. Python makes each list once, and the boxes of any number of plans refer to it by its number in the registry.
+/* Lists of indices: places of parts of an array that no stride reaches, for example the rows of a mesh that another
+ * rank needs. Python makes each list once. The boxes of any number of plans refer to it by the number in the registry.
  *
  * Threads: indices_make is called under the GIL; a list is never changed or freed.
  */
@@ -12,7 +12,7 @@
 
 struct indices {
   int64_t count;
-  int64_t runs;   /* of indices each of which is the one before it plus 1 */
+  int64_t runs;   /* of indices, each equal to the one before it plus 1 */
   bool ascending; /* each is greater than the one before it, so that none occurs twice */
   bool wide;      /* 64 bits each; otherwise 32 */
   int64_t values[];
@@ -25,7 +25,7 @@ static inline int64_t index_at(const struct indices *list, int64_t i) {
   return list->wide ? list->values[i] : ((const int32_t *)(const void *)list->values)[i];
 }
 
-/* How many indices from `i` on are each the one before it plus 1: at least 1. */
+/* How many indices from `i` on are each equal to the one before plus 1: at least 1. */
 int64_t indices_run(const struct indices *list, int64_t i);
 
 #endif

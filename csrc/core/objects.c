@@ -5,16 +5,16 @@
 #include <string.h>
 
 struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *name) {
-  struct reduction *made = malloc(sizeof *made + strlen(name) + 1);
-  char meaning[64];
-  if (made == NULL) return NULL;
-  made->handle = handle;
-  made->by = by;
-  made->users = NULL;
-  memcpy(made->name, name, strlen(name) + 1);
-  snprintf(meaning, sizeof meaning, "reduction %s", name);
-  made->number = registry_add(made, by == REDUCER_USER ? NULL : meaning);
-  if (made->number != 0) return made;
-  free(made);
+  struct reduction *reduction = malloc(sizeof *reduction + strlen(name) + 1);
+  char stable_key[64];
+  if (reduction == NULL) return NULL;
+  reduction->handle = handle;
+  reduction->by = by;
+  reduction->users = NULL;
+  memcpy(reduction->name, name, strlen(name) + 1);
+  snprintf(stable_key, sizeof stable_key, "reduction %s", name);
+  reduction->number = registry_add(reduction, by == REDUCER_USER ? NULL : stable_key);
+  if (reduction->number != 0) return reduction;
+  free(reduction);
   return NULL;
 }

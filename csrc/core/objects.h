@@ -15,11 +15,11 @@
 
 #include "core/registry.h"
 
-/* Bytes of the smallest chunk that may be set. Pieces of the shortest allreduce that is divided. */
+/* The bytes of the smallest chunk that may be set. The pieces of the shortest allreduce that is divided. */
 enum { LEAST_CHUNK = 4096, PIECES = 4 };
 
-/* An intra-communicator. Made once per communicator and never freed, so that a program compiled for a communicator that
- * has since been freed finds `freed` set, rather than a new communicator with a recycled handle. */
+/* An intra-communicator. Made once per communicator and never freed. So a program compiled for a communicator that has
+ * since been freed sees `freed`, and not a new communicator with a recycled handle. */
 struct communicator {
   int64_t number; /* in the registry */
   intptr_t handle;
@@ -27,7 +27,7 @@ struct communicator {
   int size;
   /* Bytes of a chunk: longer operations are divided if they can be; 0: never. The same on all ranks. */
   _Atomic int64_t chunk;
-  _Atomic int64_t piece;    /* of an allreduce that is at least PIECES times as long, its bytes; 0: never. As `chunk` */
+  _Atomic int64_t piece;    /* bytes; an allreduce at least PIECES times as long is divided; 0: never. As `chunk` */
   const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
   atomic_bool given_up;                /* after a process has died: then it counts as freed */
@@ -36,12 +36,12 @@ struct communicator {
   atomic_uint_least64_t compared;      /* collectives compared so far */
   int64_t history;                     /* a hash of them, */
   int in_vain;                         /* and how many in a row have had no answer in time */
-  struct agreement *_Atomic agreement; /* agreement.h; NULL: its ranks cannot be asked */
+  struct agreement *_Atomic agreement; /* agreement.h; NULL: the ranks of it cannot be asked */
   atomic_uint_least64_t planned;       /* calls with a plan so far: plan.h */
   atomic_int queued;                   /* posted receives and unexpected messages: requests/queue.h */
 };
 
-/* Who combines two elements. The user's function may be written in Python. */
+/* The code that combines two elements. The user's function may be written in Python. */
 enum reducer { REDUCER_USER, REDUCER_OURS, REDUCER_MPI };
 
 /* A reduction, an MPI_Op. Made once and never freed, like communicators. */
@@ -49,19 +49,19 @@ struct reduction {
   int64_t number; /* in the registry */
   intptr_t handle;
   enum reducer by;
-  const void *users; /* the handle in the user's own object, which changes as that is freed; NULL: not a user's */
+  const void *users; /* the handle in the user's own object, which changes when that is freed; NULL: not a user's */
   int width;         /* of that handle, in bytes */
   char name[];
 };
 
-/* Whether the user has freed it. */
+/* Return whether the user has freed it. */
 static inline bool reduction_is_freed(const struct reduction *reduction) {
   if (reduction->users == NULL) return false;
   if (reduction->width == 4) return *(const int32_t *)reduction->users != (int32_t)reduction->handle;
   return *(const intptr_t *)reduction->users != reduction->handle;
 }
 
-/* NULL: out of memory. The number of a reduction by MPI or by us has a key made of its name: the same in each run. */
+/* NULL: out of memory. The number of a reduction by MPI or by us has a key made of the name: the same in each run. */
 struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *name);
 
 /* Ranks of COMM_WORLD, and the handle of their communicator once the body of `connect` has made it. */

@@ -7,11 +7,11 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Arrays that Python passes in one call at most: fewer than MAX_BUFFERS, for operands and results together. */
+/* The most arrays that Python passes in one call: fewer than MAX_BUFFERS, for operands and results together. */
 enum { MOST_ARRAYS = 100 };
 
-/* What ranks tell each other in the place of counts of rows, so that all of them make the same calls of MPI, and then
- * raise: a count is impossible; a row is to move to what is no rank; the rank has other arrays than this one. */
+/* Numbers that ranks exchange in the place of counts of rows, so that all of them make the same calls of MPI, and then
+ * raise: a count is impossible; a row is to move to an invalid rank; the rank has other arrays than this one. */
 enum { IMPOSSIBLE_COUNT = -1, NO_SUCH_RANK = -2, OTHER_ARRAYS = -3 };
 
 /* Limits: XLA's type codes; attributes and buffer roles of an operation; buffers of one call. */
@@ -30,7 +30,7 @@ extern const struct datatype datatype_table[]; /* ends with a NULL name */
 /* The row with this code, NULL if there is none. */
 const struct datatype *datatype_find(int code);
 
-/* What a buffer is for. ROLE_READ and ROLE_WRITE: MPI gets a pointer to it, in whichever memory it lies. ROLE_HOST_READ
+/* The use of a buffer. ROLE_READ and ROLE_WRITE: MPI gets a pointer to it, in whichever memory it lies. ROLE_HOST_READ
  * and ROLE_HOST_WRITE: the core itself reads or writes it, always on the host: truth values to check, or numbers that a
  * call passes as an array. */
 enum role { ROLE_READ, ROLE_WRITE, ROLE_HOST_READ, ROLE_HOST_WRITE };
@@ -40,7 +40,7 @@ static inline bool role_is_of_host(enum role role) { return (role & 2) != 0; }
 /* How a call may be divided: see ops.def. */
 enum divisibility { DIVIDE_WHOLE, DIVIDE_CHUNKS, DIVIDE_GATHERS, DIVIDE_SCATTERS, DIVIDE_EXCHANGES };
 
-/* What an attribute is. KIND_RANK and KIND_TAG are numbers that errors show; for KIND_DERIVATIVE to KIND_PLAIN see
+/* The kind of an attribute. KIND_RANK and KIND_TAG are numbers that errors show; for KIND_DERIVATIVE to KIND_PLAIN see
  * ops.def; from KIND_OBJECT on an attribute is the number of an object in the registry. */
 enum attribute {
   KIND_RANK,
@@ -58,28 +58,28 @@ enum attribute {
 static inline bool attribute_is_object(enum attribute kind) { return kind >= KIND_OBJECT; }
 
 /* The attribute of a rank or tag that is known at run time only. In a derivative it is TRACED plus the first tag of
- * derivatives, which is to be added to the tag; for a rank it is TRACED plus 1. */
+ * derivatives, which is to be added to the tag. For a rank it is TRACED plus 1. */
 #define TRACED (-(INT64_C(1) << 40))
 static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2; }
 
-/* What Python passes in the place of MPI.ANY_SOURCE where the messages must have one source, and in the place of a
- * number that 32 bits do not hold. */
+/* Numbers that Python passes in the place of MPI.ANY_SOURCE where the messages must have one source, and in the place
+ * of a number that does not fit in 32 bits. */
 #define ANY_OF_SEVERAL INT32_MIN
 #define TOO_LARGE      (INT32_MIN + 1)
 
-/* What a collective is applied to: values of a function, or of its derivatives. From DERIVATIVE_COTANGENT on it may be
- * of reverse mode. */
+/* The values that a collective communicates: of a function, or of derivatives. From DERIVATIVE_COTANGENT on it may
+ * belong to reverse mode. */
 enum derivative { DERIVATIVE_VALUE, DERIVATIVE_TANGENT, DERIVATIVE_COTANGENT, DERIVATIVE_FURTHER };
 
-/* The words for an enum derivative, such as "a tangent"; NULL for another number. */
+/* The words for an enum derivative, "a tangent" for example; NULL for another number. */
 const char *derivative_name(int64_t derivative);
 
-/* The position of an array among those of a pytree, each of which has a call of its own. */
+/* The position of an array among the arrays of a pytree, each of which has a separate call. */
 enum leaf { LEAF_ALONE, LEAF_FIRST, LEAF_MIDDLE, LEAF_LAST };
 
 /* A row of ops.def. */
 struct operation {
-  const char *id;   /* its name in ops.def, for handlers and in Python */
+  const char *id;   /* the name in ops.def, for handlers and in Python */
   const char *name; /* the name that users know */
   int row;
   enum divisibility divisibility;
@@ -89,7 +89,7 @@ struct operation {
     short fixed;   /* the number of buffers that are not in a list: read ([0]) or written ([1]) */
     short of_host; /* host buffers passed by a rank that passes no MPI buffer; -1 if every rank passes MPI buffers */
     bool list;     /* there is an EACH, JOINED or PARTLY */
-    bool joined;   /* that is a JOINED or PARTLY, which has at least one buffer */
+    bool joined;   /* the list is a JOINED or PARTLY, which has at least one buffer */
   } passed[2];
   struct {
     const char *name;
@@ -110,7 +110,7 @@ static inline int attribute_of(const struct operation *operation, enum attribute
   while (i >= 0 && operation->attributes[i].kind != kind) i--;
   return i;
 }
-/* Whether it starts something, or waits for that: requests.h. */
+/* Return whether it starts something, or waits for something started: requests/table.h. */
 static inline bool has_request(const struct operation *operation) {
   for (int i = 0; i < operation->buffer_count; i++)
     if (strcmp(operation->buffers[i].name, "request") == 0) return true;
@@ -124,7 +124,7 @@ enum {
   OPERATION_COUNT
 };
 
-/* Whether an operation waits for what has been started. */
+/* Return whether an operation waits for a started exchange. */
 static inline bool waits_for_exchange(int row) {
   return row == ROW_exchange_finish || row == ROW_index_finish || row == ROW_redistribute_finish;
 }

@@ -10,9 +10,9 @@
 
 /* --- from numbers to a plan ---
  *
- * In this order: those of PLAN_HEADER; for each array the elements of the operand, then of each result; for each send
- * and receive its rank, offset and bytes; for each box leaf, stage, first, run, two numbers with the bytes of the
- * value, the number of its list or 0, axes, and for each axis its count and stride. */
+ * First come the numbers of PLAN_HEADER. Then come, for each array, the elements of the operand, then of each result.
+ * Each send and each receive has the rank, offset and bytes. Each box has leaf, stage, first, run, two numbers with the
+ * bytes of the value, the number of the list or 0, axes, and for each axis count and stride. */
 
 struct reader {
   const int64_t *next, *end;
@@ -20,21 +20,21 @@ struct reader {
 
 static int64_t take_number(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
 
-/* Peers whose messages lie one behind the other in `bytes` of the stage. False: they do not, or a message is not longer
- * than its label. */
+/* Read peers whose messages lie one behind the other in `bytes` of the stage. False: they do not, or a message is not
+ * longer than a label. */
 static bool take_peers(struct reader *reader, struct peer *peers, int count, int *announced, int64_t from,
                        int64_t bytes) {
-  bool right = true;
+  bool valid = true;
   int64_t end = from;
   for (int i = 0; i < count; i++) {
     peers[i].rank = (int)take_number(reader);
     peers[i].stage = take_number(reader);
     peers[i].bytes = take_number(reader);
     *announced += is_announced(&peers[i]);
-    right &= peers[i].bytes > LABEL_BYTES && peers[i].stage >= end;
+    valid &= peers[i].bytes > LABEL_BYTES && peers[i].stage >= end;
     end = peers[i].stage + peers[i].bytes;
   }
-  return right && end <= from + bytes;
+  return valid && end <= from + bytes;
 }
 
 static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
@@ -60,15 +60,15 @@ static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
   return true;
 }
 
-/* Its last packs and unpacks are pairs, and results are not where operands are. */
+/* Return whether the last packs and unpacks of a plan are pairs, and results are not where operands are. */
 static bool has_pairs(const struct plan *plan) {
   int count = plan->pair_count;
   if (count == 0) return true;
-  bool right = count > 0 && count <= plan->pack_count && count <= plan->unpack_count && !plan->combines &&
+  bool valid = count > 0 && count <= plan->pack_count && count <= plan->unpack_count && !plan->combines &&
                plan->begin != BEGINS_AS_OPERANDS;
-  for (int i = 1; i <= count && right; i++)
-    right = box_is_like(&plan->packs[plan->pack_count - i], &plan->unpacks[plan->unpack_count - i]);
-  return right;
+  for (int i = 1; i <= count && valid; i++)
+    valid = box_is_like(&plan->packs[plan->pack_count - i], &plan->unpacks[plan->unpack_count - i]);
+  return valid;
 }
 
 static bool are_in_order(const struct box *boxes, int count) {
@@ -106,10 +106,10 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     plan->fills = plan->packs + plan->pack_count;
     plan->unpacks = plan->fills + plan->fill_count;
     for (size_t i = 0; i < arrays; i++) elements[i] = take_number(&reader);
-    bool right = take_peers(&reader, plan->sends, plan->send_count, &plan->announced_sends, 0, plan->sent);
-    right &=
+    bool valid = take_peers(&reader, plan->sends, plan->send_count, &plan->announced_sends, 0, plan->sent);
+    valid &=
         take_peers(&reader, plan->receives, plan->receive_count, &plan->announced_receives, plan->sent, plan->received);
-    whole = right && take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
+    whole = valid && take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
             plan->combines < COMBINATIONS && are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
             (plan->combines || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));
   }
@@ -139,13 +139,13 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan) {
     same = in->count == plan->elements[i] && out->count == plan->elements[plan->arrays + i] && in->type == out->type &&
            (!plan->combines || box_combines(plan->combines, in->type));
   }
-  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
+  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
 }
 
 ffi_error *plan_check_operands(const struct call *call, const struct plan *plan) {
   bool same = call->first[1] - call->first[0] == plan->arrays;
   for (int i = 0; i < plan->arrays && same; i++) same = plan_operand(call, i)->count == plan->elements[i];
-  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
+  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
 }
 
 ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
@@ -174,7 +174,7 @@ static void gather(const struct call *call, const struct box *box, char *stage, 
   box_gather(box, plan_operand(call, box->leaf)->data, stage + box->stage, streams);
 }
 
-/* The packs from `next` on that lie before `end` in the stage, without the pairs. Returns the next pack. */
+/* Gather the packs from `next` on that lie before `end` in the stage, without the pairs. Return the next pack. */
 static int gather_until(const struct call *call, const struct plan *plan, char *stage, bool streams, int next,
                         int64_t end) {
   for (; next < plan->pack_count - plan->pair_count && plan->packs[next].stage < end; next++)

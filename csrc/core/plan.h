@@ -1,19 +1,19 @@
 /* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_mpi/plans.py, and
  * kept in the registry.
  *
- * A plan describes a linear map between the arrays of all ranks, of which this rank's results are its operands (or
- * zero), except in some boxes, which are filled with a constant, and in others, which receive boxes of other ranks:
- * they are replaced, or, in the adjoint of such a map, they are added to. What is received can also be combined with
- * what is there by other reductions, in an order that is the plan's. All messages to a rank are one message, and
- * all boxes are read before any is written.
+ * A plan describes a linear map between the arrays of all ranks. This rank's results are its operands (or zero), except
+ * in some boxes. Some boxes are filled with a constant. Others receive boxes of other ranks: the message replaces the
+ * elements, or, in the adjoint of a map like this, is added to them. Other reductions can combine messages and
+ * elements, too, in an order that the plan defines. All messages to a rank are one message, and all boxes are read
+ * before any is written.
  *
- * Messages are composed and taken apart in the plan's `stage`: first the messages that are sent, then those received.
- * What a rank sends to itself is read where it was composed, or, in one call on the host, copied from an operand to a
- * result if these never are the same memory. Each message begins with a label, by which the receiver finds out whether
- * it is what the plan expects.
+ * Messages are composed and unpacked in the plan's `stage`: first the messages sent, then the messages received. A
+ * message of a rank to itself is read where it was composed. In one call on the host it is copied from an operand to a
+ * result, if these are never the same memory. Each message begins with a label, by which the receiver checks whether it
+ * is the message that the plan expects.
  *
- * Threads: plan_make is called under the GIL; a plan is never freed, and its trials are all that changes. The others
- * are called by the thread that calls MPI for a call, and use its buffers, on the host.
+ * Threads: plan_make is called under the GIL. A plan is never freed, and only its trials change. The thread that calls
+ * MPI for a call calls the other functions, and uses the buffers of that call, on the host.
  */
 #ifndef JAXMPI_PLAN_H
 #define JAXMPI_PLAN_H
@@ -25,18 +25,18 @@
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* The tags of the messages of plans, and of their notices; see _mpi/tags.py. Tags from the other one on may be those of
- * derivatives: _FIRST there. */
+/* The tags of the messages of plans, and of their notices; see _mpi/tags.py. Tags from derivatives_tag on may be tags
+ * of derivatives: _FIRST there. */
 static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
 static inline int notices_tag(void) { return plans_tag() - 1; }
 static inline int derivatives_tag(void) { return plans_tag() + 2; }
 static inline bool is_of_plans(int tag) { return tag == plans_tag() || tag == notices_tag(); }
-/* Users may not use it: the last one is that of what only derivatives send (tags.py). */
+/* Users may not use these tags: the last one is for messages that only derivatives send (tags.py). */
 static inline bool is_kept(int tag) { return tag >= notices_tag() && tag < derivatives_tag(); }
 
 struct peer {
   int rank;
-  int64_t stage, bytes; /* of the message, with its label */
+  int64_t stage, bytes; /* of the message, with the label */
   bool streams;         /* it may be composed by stores that bypass the cache */
 };
 
@@ -55,46 +55,46 @@ struct peer {
   NUMBER(unpack_count)      \
   NUMBER(pair_count)
 
-/* How results begin: as the operands, as zero, or as whatever is there, since boxes cover all of them. */
+/* How results begin: as the operands, as zero, or uninitialized, because boxes cover all of them. */
 enum { BEGINS_AS_OPERANDS, BEGINS_AS_ZERO, BEGINS_COVERED };
 
 struct plan {
   uint64_t signature; /* the same on all ranks that make the same call */
   int arrays;
-  enum combination combines; /* what boxes that receive are combined by */
+  enum combination combines; /* how boxes combine what they receive */
   int begin;
   int64_t sent, received; /* bytes of each part of the stage */
   int send_count, receive_count, pack_count, fill_count, unpack_count;
   int announced_sends, announced_receives; /* messages behind a notice */
-  /* The last `pair_count` packs and unpacks are of this rank itself, each pair of the same runs and counts. Results of
-   * a plan with pairs are not in the memory of operands. The packs before them are in the order in which they lie in
-   * the stage, and so are the unpacks unless they are combined. */
+  /* The last `pair_count` packs and unpacks are for this rank itself; each pair has the same runs and counts. Results
+   * of a plan with pairs are not in the memory of operands. The packs before them are in the order of the stage, and so
+   * are the unpacks unless they are combined. */
   int pair_count;
   struct peer *sends, *receives;
-  struct trial *trials; /* for each send: composed by ordinary stores, and by those that bypass the cache */
+  struct trial *trials; /* for each send: composed by ordinary stores, or by stores that bypass the cache */
   struct box *packs, *fills, *unpacks;
   const int64_t *elements; /* of each operand, then of each result */
 };
 
-/* In front of a message is its label: a hash of the signature, of what the call is of (the attribute `derivative`), and
- * of the number of the call among those with a plan on this communicator, from 1, to which the bytes of the message are
- * added. Short messages travel faster, so it is short. */
+/* A message begins with a label. The label is a hash of the signature, of the attribute `derivative` of the call, and
+ * of the number of the call, from 1, among the calls with a plan on this communicator. The bytes of the message are
+ * added to it. Short messages travel faster, so it is short. */
 enum { LABEL_BYTES = 8 };
 uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number);
 static inline uint64_t label_to(const struct peer *peer, uint64_t label) { return label + (uint64_t)peer->bytes; }
 static inline void label_put(char *message, uint64_t label) { memcpy(message, &label, LABEL_BYTES); }
 
-/* A peer is sent a notice first: the message itself if it has at most so many bytes, and otherwise its label, which is
- * shorter than any message, with the message behind it. So a rank has room for whatever comes with the tag of notices,
- * and lets MPI expect it before it sends, by which a message arrives where it is read: no library is given a
- * message that is longer than what it is received into. A notice costs about 0.5 us. */
+/* A peer gets a notice first. A message of at most NOTICE_BYTES is the notice. For a longer message, the notice is the
+ * label, which is shorter than any message, and the message follows. So a rank has room for any message with the tag of
+ * notices, and posts the receive before it sends. Then the message arrives where it is read: no library gets a message
+ * that is longer than the memory into which it is received. A notice costs about 0.5 us. */
 enum { NOTICE_BYTES = 65536 };
 static inline bool is_announced(const struct peer *peer) { return peer->bytes > NOTICE_BYTES; }
 
-/* The plan that these numbers describe: see plan.c. NULL: out of memory, or they describe none. */
+/* The plan that these numbers describe: see plan.c. NULL: out of memory, or they describe no plan. */
 struct plan *plan_make(const int64_t *numbers, size_t count);
 
-/* The attribute of a call that is a plan; NULL: its operation has none. */
+/* The attribute of a call that is a plan; NULL: the operation has none. */
 const struct plan *plan_of(const struct call *call);
 
 static inline const struct buffer *plan_operand(const struct call *call, int leaf) {
@@ -110,33 +110,33 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan);
 /* As plan_check, for a call that has operands only. */
 ffi_error *plan_check_operands(const struct call *call, const struct plan *plan);
 
-/* Lets the results begin as the plan says; in whichever memory they lie, so that it can fail. */
+/* Let the results begin as the plan says, in whichever memory they lie; so it can fail. */
 ffi_error *plan_begin(const struct call *call, const struct plan *plan);
 
-/* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels. */
+/* Compose the messages in `stage`, which has room for `sent` bytes, except for their labels. */
 void plan_compose(const struct call *call, const struct plan *plan, char *stage);
 
-/* Composes the message of a send, which begins with the pack `next`. Returns the next pack. */
+/* Compose the message of a send, which begins with the pack `next`. Return the next pack. */
 int plan_compose_message(const struct call *call, const struct plan *plan, char *stage, int send, int next);
 
-/* Composes the packs from `next` on, without the pairs. */
+/* Compose the packs from `next` on, without the pairs. */
 void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next);
 
-/* Sets the results of `call` except for what is received. After plan_compose. */
+/* Set the results of `call` except for received parts. After plan_compose. */
 void plan_fill(const struct call *call, const struct plan *plan);
 
-/* Copies what this rank has for itself from the operands to the results. After plan_fill. */
+/* Copy the parts that this rank has for itself from the operands to the results. After plan_fill. */
 void plan_copy_pairs(const struct call *call, const struct plan *plan);
 
-/* Distributes what has been received, and what this rank had for itself. */
+/* Distribute received messages, and the parts that this rank had for itself. */
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
 
-/* Distributes what lies before `end` in the stage, from the unpack `next` on, without the pairs, of a plan that does
- * not combine. Returns the next unpack. */
+/* Distribute the part of the stage before `end`, from the unpack `next` on, without the pairs, of a plan that does not
+ * combine. Return the next unpack. */
 int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end);
 
-/* After an error: sets all bits of results that do not begin as operands, so that neither parts of them nor what was in
- * their memory look like numbers. */
+/* After an error: sets all bits of results that do not begin as operands, so that neither parts of them nor old
+ * contents of their memory look like numbers. */
 void plan_spoil(const struct call *call, const struct plan *plan);
 
 #endif

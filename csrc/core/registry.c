@@ -17,9 +17,9 @@ static int64_t process_key;
 
 static inline struct entry *entry_at(int64_t place) { return &blocks[(place - 1) / BLOCK][(place - 1) % BLOCK]; }
 
-static int64_t key_of(const char *meaning) {
+static int64_t key_of(const char *stable_key) {
   uint64_t hash = HASH_START;
-  for (; *meaning != '\0'; meaning++) hash = hash_add(hash, (unsigned char)*meaning);
+  for (; *stable_key != '\0'; stable_key++) hash = hash_add(hash, (unsigned char)*stable_key);
   return (int64_t)(hash_fold(hash, KEY_BITS) & ((1ull << KEY_BITS) - 1));
 }
 
@@ -37,11 +37,11 @@ static int64_t append(void *object, int64_t key) {
   return entry->number;
 }
 
-int64_t registry_reserve(const char *meaning) { return append(NULL, key_of(meaning)); }
+int64_t registry_reserve(const char *stable_key) { return append(NULL, key_of(stable_key)); }
 
-int64_t registry_add(void *object, const char *meaning) {
-  if (meaning == NULL) return append(object, process_key);
-  int64_t key = key_of(meaning), last = atomic_load(&registered);
+int64_t registry_add(void *object, const char *stable_key) {
+  if (stable_key == NULL) return append(object, process_key);
+  int64_t key = key_of(stable_key), last = atomic_load(&registered);
   for (int64_t place = 1; place <= last; place++) {
     struct entry *entry = entry_at(place);
     if (entry->number >> PLACE_BITS != key || atomic_load(&entry->object) != NULL) continue;

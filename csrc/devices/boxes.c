@@ -11,8 +11,8 @@ static int64_t parts_together(const struct box *box, int64_t i) {
   return box->strides[box->axes - 1] == box->run ? indices_run(box->list, i) : 1;
 }
 
-/* The rows along one axis of a box, by which it is copied: those that are the most, if the driver copies them at once.
- * The axis is -1 for a box that is one run, or of which it copies each run alone. */
+/* The rows along one axis of a box, by which it is copied: the axis with the most rows that the driver copies at once.
+ * The axis is -1 for a box that is one run, or whose runs it copies one by one. */
 static struct rows rows_of(const struct box *box, int *along) {
   struct rows best = {(size_t)box->run, 1, (size_t)box->run, (ptrdiff_t)box->run};
   size_t apart = (size_t)box->run; /* on the host */
@@ -71,7 +71,7 @@ static int copy_axis(const struct walk *walk, int axis, int64_t apart, char *hos
   return code;
 }
 
-/* Copies a box of an array up from `host`, where it lies without gaps, or down to it. */
+/* Copy a box of an array up from `host`, where it lies without gaps, or down to it. */
 static int copy_box(const struct call *call, const struct box *box, bool up, char *host, void *array) {
   struct walk walk = {.call = call, .box = box, .up = up};
   walk.rows = rows_of(box, &walk.along);
@@ -80,14 +80,14 @@ static int copy_box(const struct call *call, const struct box *box, bool up, cha
 
 /* --- whether --- */
 
-/* In bytes that are copied in the same time: of each copy, and of each row, which the driver moves as at least ROW. */
+/* Costs in bytes that are copied in the same time: of each copy, and of each row, which takes at least ROW. */
 enum { ROW = 64 };
 static int64_t cost_of(const struct box *box) {
   int64_t copies = copies_of(box), bytes = box_bytes(box), rows = box->list != NULL ? copies : bytes / box->run;
   return copies * runtime.copy_bytes + (bytes > rows * ROW ? bytes : rows * ROW);
 }
 
-/* Elements that a box has twice are not combined as long as it is a copy. */
+/* Return whether a box has elements twice: these cannot be combined in a copy of the box. */
 static bool repeats(const struct box *box) {
   if (box->list != NULL && !box->list->ascending) return true; /* or may do so */
   for (int axis = 0; axis < box->axes; axis++)
@@ -137,7 +137,7 @@ ffi_error *boxes_down(const struct call *call, const struct plan *plan, char *ro
   return NULL;
 }
 
-/* What a host function does, in its turn on the stream. */
+/* The work of a host function, which the stream calls in order. */
 struct task {
   const struct plan *plan;
   const struct box *box;

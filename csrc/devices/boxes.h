@@ -1,17 +1,17 @@
-/* Plans of arrays on a device: the messages are composed and taken apart by copies of the driver, box by box, so that
- * only what travels leaves the device. Nothing else of the arrays is copied to the host.
+/* Plans of arrays on a device: copies of the driver compose and unpack the messages, box by box. So only the boxes
+ * leave the device, and nothing else of the arrays is copied to the host.
  *
- * In pinned memory are the messages, as in plan.h, and behind them room for what is filled and for one box that is
- * combined with a message: it is copied down, combined by a host function, and copied up again, before the next.
+ * Pinned memory has the messages, as in plan.h, and behind them room for filled boxes and for one box that is combined
+ * with a message: it is copied down, combined by a host function, and copied up again, before the next.
  *
- * Threads: as transport.h; each enqueues its work on the stream of the call and does not wait.
+ * Threads: as transport.h; each function enqueues work on the stream of the call and does not wait.
  */
 #ifndef JAXMPI_BOXES_H
 #define JAXMPI_BOXES_H
 
 #include "core/plan.h"
 
-/* Whether this is possible, and costs less than copies of whole arrays, or runtime.copy_bytes is 0. */
+/* Return whether this is possible, and costs less than copies of whole arrays, or runtime.copy_bytes is 0. */
 bool boxes_serve(const struct call *call, const struct plan *plan);
 
 /* Bytes of pinned memory. */

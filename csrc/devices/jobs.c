@@ -9,8 +9,8 @@
 #include "core/plan.h"
 #include "execute/body.h"
 
-/* In seconds. After SPIN the thread pauses, each time for a PARTth of what it has waited: so much too late it sees
- * what has come, at most, and a core has little to do. */
+/* In seconds. After SPIN the thread pauses, each time for a PARTth of the time that it has waited. So it sees the next
+ * call at most that much too late, and a core has little to do. */
 static const double SPIN = 50e-6, PART = 32, LONGEST = 200e-6;
 
 uint32_t flags_last = INT32_MAX;
@@ -22,7 +22,7 @@ struct job {
   uint32_t number;
 };
 
-/* The queue of our thread, in the order in which its calls were enqueued; all of it under the lock. */
+/* The queue of our thread, in the order in which calls were enqueued; everything is under the lock. */
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t posted;
@@ -61,7 +61,7 @@ void flags_free(struct flags *flags) {
   flags->asked = flags->done = NULL;
 }
 
-/* The next number; the count begins again where it must. */
+/* The next number; the count starts again when it has reached the limit. */
 static int next_number(struct flags *flags, void *stream, uint32_t *number) {
   if (flags->given >= flags_last) {
     int code = flags->memory->stream_synchronize(stream);
@@ -144,7 +144,7 @@ static bool turn_has_come(const struct job *job) {
   return job != NULL && atomic_load_explicit(job->flags->asked, memory_order_acquire) >= job->number;
 }
 
-/* Waits until the turn of the first job has come and takes it. Under the lock, which is free at each pause. */
+/* Wait until the turn of the first job has come and take it. Under the lock, which is free at each pause. */
 static struct job *next_job(void) {
   double since = seconds_now(), waited = 0;
   while (!turn_has_come(jobs.first)) {
@@ -198,7 +198,7 @@ static void post(struct job *job) {
   pthread_mutex_unlock(&jobs.lock);
 }
 
-/* The job is posted at last: after an error the number that the stream writes means nothing to anybody. */
+/* The job is posted last: after an error nobody waits for the number that the stream writes. */
 static int give_by_flags(struct job *job, void *stream) {
   struct flags *flags = job->flags;
   int code = next_number(flags, stream, &job->number);
@@ -219,7 +219,7 @@ ffi_error *job_give(const struct call *call, const struct call *part, struct fla
 
 bool jobs_drop(struct flags *flags, int code) {
   if (flags->done == NULL) return false;
-  bool told = false;
+  bool reported = false;
   pthread_mutex_lock(&jobs.lock);
   struct job *left = jobs.first, *next;
   jobs.first = jobs.last = NULL;
@@ -234,8 +234,8 @@ bool jobs_drop(struct flags *flags, int code) {
       jobs.last = job;
       continue;
     }
-    if (!told) call_fail_driver(&job->call, flags->memory, code);
-    told = true;
+    if (!reported) call_fail_driver(&job->call, flags->memory, code);
+    reported = true;
     put_away(job);
   }
   raise_done(flags, flags->given);

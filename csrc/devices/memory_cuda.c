@@ -1,4 +1,4 @@
-/* NVIDIA's devices, through the driver's library, which is on every machine with such a device. Building needs no SDK,
+/* NVIDIA's devices, through the driver's library, which is on every machine with one. Building needs no SDK,
  * running does not need CUDA's runtime library. */
 
 #include <stdint.h>
@@ -42,11 +42,11 @@ static int count(int *devices) {
   return code != 0 ? code : CALL(cuDeviceGetCount, devices);
 }
 
-static int context(void *stream, void **found) { return CALL(cuStreamGetCtx, stream, (CUcontext *)found); }
+static int context(void *stream, void **result) { return CALL(cuStreamGetCtx, stream, (CUcontext *)result); }
 
-static int enter(void *of, void **previous) {
-  *previous = NULL; /* the driver keeps a stack of contexts */
-  return CALL(cuCtxPushCurrent, of);
+static int enter(void *entered, void **previous) {
+  *previous = NULL; /* the driver keeps a stack entered contexts */
+  return CALL(cuCtxPushCurrent, entered);
 }
 
 static int leave(void *previous) {
@@ -99,7 +99,7 @@ static int call(void *stream, void (*function)(void *), void *data) {
 
 static bool has_flags(void) { return cuda.cuStreamWaitValue32 != NULL && cuda.cuStreamWriteValue32 != NULL; }
 
-/* No attribute of a device tells of 32-bit values: one waits for the value that is there. */
+/* No attribute of a device reports support of 32-bit values: so a stream waits for the value that is there. */
 static int flags_serve(void *stream, void *flag, bool *served) {
   int code = CALL(cuStreamWaitValue32, stream, ADDRESS(flag), 0, WAIT_VALUE_GEQ);
   *served = code == 0;
@@ -137,9 +137,9 @@ static int event_record(void *event, void *stream) { return CALL(cuEventRecord, 
 
 static int event_synchronize(void *event) { return CALL(cuEventSynchronize, event); }
 
-static void text(int code, const char **name, const char **said) {
+static void text(int code, const char **name, const char **description) {
   cuda.cuGetErrorName(code, name);
-  cuda.cuGetErrorString(code, said);
+  cuda.cuGetErrorString(code, description);
 }
 
 #define SPACE cuda

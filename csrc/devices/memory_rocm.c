@@ -51,16 +51,16 @@ static int count(int *devices) {
 }
 
 /* HIP has deprecated contexts: a thread enters a device, by number. */
-static int context(void *stream, void **found) {
+static int context(void *stream, void **result) {
   int device = 0, code = CALL(hipStreamGetDevice, stream, &device);
-  *found = (void *)(intptr_t)device;
+  *result = (void *)(intptr_t)device;
   return code;
 }
 
-static int enter(void *of, void **previous) {
+static int enter(void *entered, void **previous) {
   int device = 0, code = CALL(hipGetDevice, &device);
   *previous = (void *)(intptr_t)device;
-  return code != 0 || of == *previous ? code : CALL(hipSetDevice, (int)(intptr_t)of);
+  return code != 0 || entered == *previous ? code : CALL(hipSetDevice, (int)(intptr_t)entered);
 }
 
 static int leave(void *previous) { return CALL(hipSetDevice, (int)(intptr_t)previous); }
@@ -104,7 +104,7 @@ static int flags_serve(void *stream, void *flag, bool *served) {
   return code;
 }
 
-/* What a stream waits for must be memory of signals, in the low half of which a value is. */
+/* A stream can only wait for memory of signals, whose low half has the value. */
 static int flag_make(void **flag) { return CALL(hipExtMallocWithFlags, flag, SIGNAL_BYTES, MALLOC_SIGNAL_MEMORY); }
 
 static int flag_free(void *flag) { return CALL(hipFree, flag); }
@@ -135,9 +135,9 @@ static int event_record(void *event, void *stream) { return CALL(hipEventRecord,
 
 static int event_synchronize(void *event) { return CALL(hipEventSynchronize, event); }
 
-static void text(int code, const char **name, const char **said) {
+static void text(int code, const char **name, const char **description) {
   *name = hip.hipGetErrorName(code);
-  *said = hip.hipGetErrorString(code);
+  *description = hip.hipGetErrorString(code);
 }
 
 /* ROCm's folder is seldom on the loader's path (JAX's plugin finds it by itself): so it is the last name below. */

@@ -1,9 +1,9 @@
 /* Intel's devices: not supported, because plain C cannot use XLA's stream for them.
  *
  * XLA passes the stream as a pointer to a sycl::queue, a C++ object. Copies and host functions in the order of the
- * queue are member functions and templates of the C++ library: they have no C entry points, and their mangled names and
+ * queue are member functions and templates of the C++ library. They have no C entry points, and their mangled names and
  * the layout of their arguments belong to one release of the compiler. Level Zero has a C API and could copy, but not
- * in the order of a queue that it does not know: the command list behind the queue is only returned by a C++ template
+ * in the order of a queue that it does not know: only a C++ template returns the command list behind the queue
  * (sycl::get_native). A C++ file with twenty functions, built where the compiler is available, could fill the structure
  * below; nothing else would have to change.
  */

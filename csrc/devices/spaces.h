@@ -1,8 +1,8 @@
 /* The memory spaces that the package knows, and the handlers of operations for each.
  *
  * A space is a row in spaces.def and a file memory_NAME.c, which defines `memory_NAME` and the handlers. A body of mpi/
- * uses pointers that MPI accepts and knows nothing of devices: transport.c provides such pointers by the functions of a
- * space.
+ * uses pointers that MPI accepts and knows nothing of devices: transport.c provides these pointers by the functions of
+ * a space.
  *
  * Threads: memory_loaded and memory_open are called under the GIL, memory_handlers by any thread. */
 #ifndef JAXMPI_SPACES_H
@@ -16,10 +16,10 @@
 
 extern const struct memory *const memory_spaces[]; /* ends with NULL; the host is the first */
 
-/* Whether this process has loaded the driver's library of a space. */
+/* Return whether this process has loaded the driver's library of a space. */
 bool memory_loaded(const struct memory *memory);
 
-/* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
+/* Load the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
 const char *memory_open(const struct memory *memory);
 
 /* The handlers of the operations for buffers in this memory, in the order of ops.def: see execute/handlers.h. */

@@ -15,9 +15,9 @@ enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 enum { DOWN, THROUGH, UP, STREAMS };
 enum { FETCHED, PASSED, STORED, EVENTS };
 
-/* A stream state: what successive operations on one stream share, above all pinned memory. They use it in stream order,
- * so an operation may be enqueued while an earlier one still uses the memory. A thread that finds all states of a
- * stream taken makes another. */
+/* A stream state: pinned memory and other resources that successive operations on one stream share. They use it in
+ * stream order, so an operation may be enqueued while an earlier one still uses the memory. If all states of a stream
+ * are taken, a thread makes another. */
 struct stream_state {
   struct stream_state *next;
   pthread_mutex_t taken;
@@ -65,7 +65,7 @@ static int state_make(const struct memory *memory, void *stream, void *context, 
   return 0;
 }
 
-/* A state for the call's stream, this thread's until state_leave. Returns 0, the driver's code, or -1: no memory. */
+/* A state for the call's stream, this thread's until state_leave. Return 0, the driver's code, or -1: no memory. */
 static int state_take(const struct call *call, void *context, struct stream_state **taken) {
   pthread_mutex_lock(&states_lock);
   struct stream_state *state = states;
@@ -79,7 +79,7 @@ static int state_take(const struct call *call, void *context, struct stream_stat
 
 static void state_leave(struct stream_state *state) { pthread_mutex_unlock(&state->taken); }
 
-/* Makes the pinned memory at least that large; it grows by doubling. */
+/* Make the pinned memory at least that large; it grows by doubling. */
 static int state_reserve(struct stream_state *state, size_t bytes) {
   if (bytes <= state->capacity) return 0;
   size_t capacity = state->capacity > 0 ? state->capacity : LEAST;
@@ -93,8 +93,8 @@ static int state_reserve(struct stream_state *state, size_t bytes) {
   return 0;
 }
 
-/* Makes the streams and events for chunks. After a failure those already made are used by the next call and freed by
- * state_free. */
+/* Make the streams and events for chunks. After a failure the next call uses those already made, and state_free frees
+ * them. */
 static int state_divide(struct stream_state *state) {
   const struct memory *memory = state->memory;
   void **events = state->events[0];
@@ -106,7 +106,7 @@ static int state_divide(struct stream_state *state) {
   return code;
 }
 
-/* Waits for all work enqueued with the state. What was left to a stream is dropped if the driver fails. */
+/* Wait for all work enqueued with the state. Drop the calls left to a stream if the driver fails. */
 static void state_drain(struct stream_state *state) {
   for (int i = 0; i <= STREAMS; i++) {
     void *stream = i < STREAMS ? state->streams[i] : state->stream;
@@ -115,8 +115,8 @@ static void state_drain(struct stream_state *state) {
   }
 }
 
-/* Whether it is freed: not while MPI may be using its memory for a stream that is never done, since the device has
- * failed. */
+/* Free a state, and return whether it did. It does not while MPI may be using the memory for a stream that is never
+ * done, because the device has failed. */
 static bool state_free(struct stream_state *state) {
   const struct memory *memory = state->memory;
   void **events = state->events[0], *previous;
@@ -176,25 +176,25 @@ static enum transport transport_of(const struct call *call) {
   return importer && call->reducer != REDUCER_USER && !call->comparison.due ? runtime.transport : TRANSPORT_WAIT;
 }
 
-/* Whether an aware MPI can do the call on device memory: not if a function reduces that reads host memory, and not if
- * buffers are joined, taken apart by a plan, or in chunks of several rows, which must be packed first. */
+/* Return whether an aware MPI can do the call on device memory. It cannot if a function reduces that reads host memory.
+ * It cannot if buffers are joined, unpacked by a plan, or in chunks of several rows, which must be packed first. */
 static bool within_reach(const struct call *call) {
   const struct division *division = &call->division;
-  if (has_request(call->operation)) return false; /* what is in flight is on the host */
+  if (has_request(call->operation)) return false; /* data in flight is on the host */
   if (call->reducer != REDUCER_MPI || call->leaves != NULL || plan_of(call) != NULL) return false;
   return (division->rows_read == 1 && division->rows_written == 1) || division_is_one(division);
 }
 
-/* One operation. If it is not divided, `down`, `through` and `up` are all XLA's stream, whose order suffices. Staged
- * are the buffers for the core, in front of the slots, and, if MPI does not get device pointers, the buffers for MPI,
- * in each slot. */
+/* One operation. If it is not divided, `down`, `through` and `up` are all XLA's stream, whose order suffices. Buffers
+ * for the core are staged in front of the slots. If MPI does not get device pointers, the buffers for MPI are staged in
+ * each slot. */
 struct stage {
   const struct call *call;
   struct stream_state *state;
   enum transport transport;
   bool aware;
   bool divided;
-  const struct plan *boxed; /* NULL, or the plan of whose boxes the messages are made by copies of the driver */
+  const struct plan *boxed; /* NULL, or the plan whose messages copies of the driver compose box by box */
   int64_t chunks;
   size_t front, room;          /* bytes before the slots, and per slot */
   size_t offsets[MAX_BUFFERS]; /* of staged buffers */
@@ -227,7 +227,7 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
           (role_is_of_host(call->buffers[i].role) ? stage->state->staging : slot) + stage->offsets[i];
 }
 
-/* Copies a buffer of a chunk down to the host, or up to the device. */
+/* Copy a buffer of a chunk down to the host, or up to the device. */
 static int copy_buffer(const struct stage *stage, bool up, const struct buffer *host, const struct buffer *device) {
   size_t count = stage->divided ? (size_t)call_rows(stage->call, host) : 1, width = buffer_bytes(host) / count;
   size_t pitch = count > 1 ? (size_t)stage->call->division.columns * host->type->bytes : width;
@@ -235,7 +235,7 @@ static int copy_buffer(const struct stage *stage, bool up, const struct buffer *
                           (struct rows){width, count, width, (ptrdiff_t)pitch}, up ? stage->up : stage->down);
 }
 
-/* Copies a buffer that is joined down to the host, or up to the device, leaf by leaf. */
+/* Copy a buffer that is joined down to the host, or up to the device, leaf by leaf. */
 static int copy_leaves(const struct stage *stage, bool up, int buffer, const struct buffer *host) {
   int count, rows = call_rows(stage->call, host), code = 0;
   const struct buffer *leaf = leaves_of(stage->call, buffer, &count);
@@ -251,8 +251,8 @@ static int copy_leaves(const struct stage *stage, bool up, int buffer, const str
   return code;
 }
 
-/* Copies the staged buffers that are read down, or those that are written up. Buffers for MPI: the part of this chunk.
- * Buffers for the core: down with the first chunk, up with the last. */
+/* Copy the staged buffers that are read down, or the staged buffers that are written up. Buffers for MPI: the part of
+ * this chunk. Buffers for the core: down with the first chunk, up with the last. */
 static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, const struct chunk *chunk) {
   int64_t with_hosts = up ? stage->chunks - 1 : 0;
   for (int i = 0; i < chunk->call.buffer_count; i++) {
@@ -267,7 +267,7 @@ static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, c
   return NULL;
 }
 
-/* Makes later work of the stream `after` wait for the work enqueued on the stream `before` so far. */
+/* Make later work of the stream `after` wait for the work enqueued on the stream `before` so far. */
 static int order_streams(const struct stage *stage, void *before, void *event, void *after) {
   const struct memory *memory = stage->call->memory;
   if (before == after) return 0;
@@ -315,7 +315,8 @@ static ffi_error *store_chunk(const struct stage *stage, int64_t number) {
 
 static size_t align_up(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-/* Buffer `written` is the nth WRITE buffer: the index of the nth READ buffer if that has the same size, else -1. */
+/* The partner of `written`, the nth WRITE buffer: the index of the nth READ buffer if that has the same size, else -1.
+ */
 static int partner_of(const struct call *call, int written) {
   int number = 0;
   for (int i = 0; i < written; i++) number += call->buffers[i].role == ROLE_WRITE;
@@ -325,7 +326,7 @@ static int partner_of(const struct call *call, int written) {
   return -1;
 }
 
-/* Sets the offset of each staged buffer. In operations of divisibility CHUNKS a result shares the memory of its
+/* Set the offset of each staged buffer. In operations of divisibility CHUNKS a result shares the memory of the
  * operand, so that MPI works in place. */
 static void lay_out(struct stage *stage) {
   struct call first; /* the largest chunk */
@@ -347,8 +348,8 @@ static void lay_out(struct stage *stage) {
   if (stage->divided) stage->room = align_up(stage->room);
 }
 
-/* Makes the flags of the state, where they are to be used. A device that does not have them takes a callback, unless
- * the user has asked for them. */
+/* Make the flags of the state, if they are to be used. A device without flags takes a callback, unless the user has
+ * asked for flags. */
 static ffi_error *prepare_flags(struct stage *stage) {
   struct flags *flags = &stage->state->flags;
   TRY_DRIVER(stage->call, flags_make(flags, stage->call->memory, stage->call->stream));

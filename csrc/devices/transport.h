@@ -6,11 +6,11 @@
  *          which thread calls MPI, and thereby whether the thread that executes the call has to wait.
  *
  * Only one thread may leave operations to the stream: the one that imported the package. If several threads enqueued
- * operations on one stream, their order could differ from rank to rank, and an operation that waits there for its peers
- * would hold up the other threads' operations behind it: different ones on each rank, so that all wait. With a single
- * thread, which runs the same part of the program on each rank, the operations on the stream have the order of that
- * program. Operations of other threads (TRANSPORT_WAIT) hold up nothing on the stream; they only wait for what the one
- * thread has enqueued before.
+ * operations on one stream, their order could differ from rank to rank. An operation that waits there for peers
+ * would hold up the operations of other threads behind it: different ones on each rank, so that all wait. A single
+ * thread runs the same part of the program on each rank, so the operations on the stream have the order of the program.
+ * Operations of other threads (TRANSPORT_WAIT) hold up nothing on the stream. They only wait for operations that the
+ * one thread has enqueued before.
  *
  * An operation that the ranks compare first (compare.h) waits for the stream on every transport.
  *
@@ -19,14 +19,14 @@
  *
  * The thread that imported the package leaves calls to streams in one of two ways: see jobs.h.
  *
- * Where no thread waits, an error of MPI comes after its operation has returned: it is deferred to the next operation,
+ * Where no thread waits, an error of MPI comes after the operation has returned: it is deferred to the next operation,
  * and all bits of the result are set (NaN; -1; true).
  *
- * Threads: transport_run is called by a handler in the thread in which XLA called the handler, without the GIL and
- * with no lock held. It takes states_lock for a moment, holds the lock `taken` of a stream state until it returns, and
- * under that takes the lock of jobs.h for a moment or runtime.lock during an MPI call. transport_drain is called by MPI
- * in the thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is called once, as
- * the program ends, without the GIL; it takes states_lock, and then `taken` of each state.
+ * Threads: a handler calls transport_run in the thread in which XLA called the handler, without the GIL and with no
+ * lock held. It takes states_lock for a moment, and holds the lock `taken` of a stream state until it returns. Under
+ * that it takes the lock of jobs.h for a moment, or runtime.lock during an MPI call. MPI calls transport_drain in the
+ * thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is called once, at the end
+ * of the program, without the GIL; it takes states_lock, and then `taken` of each state.
  */
 #ifndef JAXMPI_TRANSPORT_H
 #define JAXMPI_TRANSPORT_H
@@ -34,14 +34,14 @@
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* Executes a call whose buffers lie in a device's memory. */
+/* Execute a call whose buffers lie in a device's memory. */
 ffi_error *transport_run(struct call *call);
 
-/* Waits for the operations left to streams. */
+/* Wait for the operations left to streams. */
 void transport_drain(void);
 
-/* Waits for the operations left to streams and frees all streams, events and pinned memory. Those of a stream whose
- * device has failed are dropped; its memory stays for as long as MPI may be using it, until the next call. */
+/* Wait for the operations left to streams and free all streams, events and pinned memory. Drop the operations of a
+ * stream whose device has failed. Their memory stays until the next call, because MPI may be using it. */
 void transport_finish(void);
 
 #endif

@@ -12,7 +12,7 @@ enum kind { MESSAGE_ASKS, MESSAGE_LEAVES, MESSAGE_STOPS };
 struct message {
   int64_t name, number; /* of the communicator, of the question */
   int64_t kind;
-  int64_t least[2]; /* of the numbers that are known so far, and of their complements */
+  int64_t least[2]; /* of the numbers known so far, and of their complements */
 };
 
 struct round {
@@ -25,7 +25,7 @@ struct question {
   struct question *next;
   int64_t number, words[QUESTION_WORDS], least[2];
   int known;     /* rounds whose message has come */
-  bool answered; /* or left: kept only until its messages are through */
+  bool answered; /* or left: kept only until the messages are complete */
   bool unknown;  /* a rank has gone on without an answer */
   struct round rounds[];
 };
@@ -44,11 +44,11 @@ struct agreement {
   int size, ranks[]; /* of COMM_WORLD */
 };
 
-/* Between two looks whether something has come. `looks`: how many there were. False: it is time to stop. */
-enum { LOOKS_AT_ONCE = 50, LOOKS_PER_TIME = 16 };
-static bool go_on(double seconds, double begin, long looks) {
-  if (looks >= LOOKS_AT_ONCE) sched_yield();
-  return seconds < 0 || looks % LOOKS_PER_TIME != 0 || seconds_now() - begin < seconds;
+/* Called between two polls. `polls`: how many there were. False: it is time to stop. */
+enum { POLLS_AT_ONCE = 50, POLLS_PER_TIME = 16 };
+static bool go_on(double seconds, double begin, long polls) {
+  if (polls >= POLLS_AT_ONCE) sched_yield();
+  return seconds < 0 || polls % POLLS_PER_TIME != 0 || seconds_now() - begin < seconds;
 }
 
 /* --- the names of communicators --- */
@@ -70,21 +70,21 @@ bool agreement_prepare(struct communicator *comm, int64_t name, const int *ranks
   return true;
 }
 
-/* Communicators of the same ranks, in the same order, that had a question before. */
-static int64_t alike_before(const struct agreement *agreement) {
+/* The number of communicators of the same ranks, in the same order, that had a question before. */
+static int64_t same_before(const struct agreement *agreement) {
   int64_t before = 0;
   for (struct agreement *other = atomic_load(&runtime.agreements); other != NULL; other = other->next)
     before += other != agreement && other->begun && other->group == agreement->group && other->size == agreement->size;
   return before;
 }
 
-/* Before the first question. False: there is no name that is certain to be the same on all ranks. */
+/* Give the agreement a name before the first question. False: no name is certain to be the same on all ranks. */
 static bool begin_asking(struct agreement *agreement) {
   if (agreement->begun || agreement->stopped) return agreement->begun;
   if (agreement->name == 0 && atomic_load(&runtime.several_threads)) return false;
   if (agreement->name == 0) {
     uint64_t hash = hash_add((uint64_t)agreement->group, agreement->size);
-    agreement->name = (int64_t)hash_fold(hash_add(hash, alike_before(agreement)), 32);
+    agreement->name = (int64_t)hash_fold(hash_add(hash, same_before(agreement)), 32);
   }
   agreement->begun = true;
   int blocks = (runtime.most_tag < 1 << 30 ? runtime.most_tag : 1 << 30) / TAGS;
@@ -98,13 +98,13 @@ static int rank_at(const struct communicator *comm, const struct agreement *agre
   return agreement->ranks[(comm->rank + distance + comm->size) % comm->size];
 }
 
-/* Whether a message is on its way, by an error code of MPI. */
+/* Return whether MPI has posted a message, by the error code. */
 static bool is_posted(struct agreement *agreement, int code) {
   if (agreement->code == 0) agreement->code = code;
   return code == 0;
 }
 
-/* In round `k`, if it has not been sent. */
+/* Send the message of round `k`, if it has not been sent. */
 static void send_round(const struct communicator *comm, struct agreement *agreement, struct question *question, int k,
                        enum kind kind) {
   struct round *round = &question->rounds[k];
@@ -122,7 +122,7 @@ static bool is_done(intptr_t *request, bool *under_way) {
   return true;
 }
 
-/* The question's messages are through. */
+/* Return whether the question's messages are complete. */
 static bool is_over(const struct agreement *agreement, struct question *question) {
   bool over = question->answered;
   for (int k = 0; k < agreement->rounds && over; k++)
@@ -131,7 +131,7 @@ static bool is_over(const struct agreement *agreement, struct question *question
   return over;
 }
 
-static void drop_those_that_are_over(struct agreement *agreement) {
+static void drop_finished(struct agreement *agreement) {
   for (struct question **at = &agreement->first, *question; (question = *at) != NULL;) {
     if (!is_over(agreement, question)) {
       at = &question->next;
@@ -160,16 +160,16 @@ static struct question *question_new(struct agreement *agreement, int64_t number
   return *last = question;
 }
 
-/* Tells the rest of the ranks to which this one tells something. */
-static void tell_the_rest(const struct communicator *comm, struct agreement *agreement, struct question *question,
-                          enum kind kind) {
+/* Send the rest of the messages of this question. */
+static void send_rest(const struct communicator *comm, struct agreement *agreement, struct question *question,
+                      enum kind kind) {
   for (int k = 0; k < agreement->rounds; k++) send_round(comm, agreement, question, k, kind);
 }
 
 static void leave_questions(const struct communicator *comm, struct agreement *agreement, enum kind kind) {
   for (struct question *question = agreement->first; question != NULL; question = question->next) {
     if (question->answered) continue;
-    tell_the_rest(comm, agreement, question, kind);
+    send_rest(comm, agreement, question, kind);
     close_question(agreement, question);
   }
 }
@@ -180,7 +180,7 @@ static void stop_asking(struct communicator *comm, struct agreement *agreement) 
   struct question *last = agreement->begun && !agreement->stopped ? question_new(agreement, 0) : NULL;
   agreement->stopped = true;
   if (last == NULL) return;
-  tell_the_rest(comm, agreement, last, MESSAGE_STOPS);
+  send_rest(comm, agreement, last, MESSAGE_STOPS);
   close_question(agreement, last);
 }
 
@@ -189,7 +189,7 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
   if (agreement == NULL) return false;
   pthread_mutex_lock(&agreement->lock);
   struct question *question = NULL;
-  drop_those_that_are_over(agreement);
+  drop_finished(agreement);
   if (begin_asking(agreement) && !agreement->stopped && (question = question_new(agreement, number)) != NULL) {
     memcpy(question->words, words, sizeof question->words);
     for (int k = 0; k < agreement->rounds; k++) {
@@ -206,7 +206,7 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
   return asked;
 }
 
-/* What has come in a round. False: a rank has stopped asking, or asks something else under this name. */
+/* Take a message of a round. False: a rank has stopped asking, or asks something else under this name. */
 static bool take_answer(const struct agreement *agreement, struct question *question, const struct message *message) {
   if (message->name != agreement->name || message->number != question->number || message->kind == MESSAGE_STOPS)
     return false;
@@ -216,8 +216,8 @@ static bool take_answer(const struct agreement *agreement, struct question *ques
   return true;
 }
 
-/* The answer to a question. */
-static enum answer look_for_answer(struct communicator *comm, struct agreement *agreement, struct question *question) {
+/* Poll for the answer to a question. */
+static enum answer poll_answer(struct communicator *comm, struct agreement *agreement, struct question *question) {
   while (question->known < agreement->rounds) {
     struct round *round = &question->rounds[question->known];
     if (!is_done(&round->receive, &round->receiving)) return ANSWER_NONE;
@@ -234,19 +234,19 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
   struct agreement *agreement = atomic_load(&comm->agreement);
   if (!agreement_is_open(comm)) return ANSWER_SAME;
   double begin = seconds_now();
-  for (long looks = 0;; looks++) {
+  for (long polls = 0;; polls++) {
     enum answer answer = ANSWER_SAME;
     pthread_mutex_lock(&agreement->lock);
     for (struct question *question = agreement->first; question != NULL && answer == ANSWER_SAME;
          question = question->next) {
       if (question->answered) continue;
-      answer = look_for_answer(comm, agreement, question);
+      answer = poll_answer(comm, agreement, question);
       memcpy(words, question->words, sizeof question->words);
     }
     pthread_mutex_unlock(&agreement->lock);
     if (answer != ANSWER_NONE) return answer;
-    if (looks % LOOKS_PER_TIME == 0 && runtime.abi->is_revoked(comm)) return ANSWER_NEVER; /* MPI tells the error */
-    if (!go_on(seconds, begin, looks)) return ANSWER_NONE;
+    if (polls % POLLS_PER_TIME == 0 && runtime.abi->is_revoked(comm)) return ANSWER_NEVER; /* MPI reports the error */
+    if (!go_on(seconds, begin, polls)) return ANSWER_NONE;
   }
 }
 
@@ -302,7 +302,7 @@ static void end_questions(struct agreement *agreement) {
       cancel_receive(&question->rounds[k].receive, &question->rounds[k].receiving);
     if (!question->answered) close_question(agreement, question);
   }
-  drop_those_that_are_over(agreement);
+  drop_finished(agreement);
   pthread_mutex_unlock(&agreement->lock);
 }
 
@@ -318,7 +318,7 @@ void agreement_finish(void) {
     end_questions(agreement);
 }
 
-/* --- what each rank tells --- */
+/* --- reports of all ranks --- */
 
 bool agreement_gather(struct communicator *comm, const void *mine, void *all, bool *came, size_t bytes,
                       double seconds) {
@@ -334,11 +334,11 @@ bool agreement_gather(struct communicator *comm, const void *mine, void *all, bo
         runtime.abi->post((void *)(uintptr_t)mine, bytes, true, agreement->ranks[i], tag, &round->send) == 0;
   }
   double start = seconds_now();
-  for (long looks = 0; waiting > 0; looks++) {
+  for (long polls = 0; waiting > 0; polls++) {
     waiting = 0;
     for (int i = 0; i < size; i++)
       waiting += !is_done(&rounds[i].receive, &rounds[i].receiving) || !is_done(&rounds[i].send, &rounds[i].sending);
-    if (waiting > 0 && !go_on(seconds, start, looks)) break;
+    if (waiting > 0 && !go_on(seconds, start, polls)) break;
   }
   bool through = true;
   for (int i = 0; i < size; i++) {

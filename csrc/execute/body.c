@@ -16,8 +16,8 @@ static ffi_error *fail_freed(const struct call *call) {
   if (atomic_load(&call->comm->given_up))
     return call_fail(
         call, FFI_FAILED_PRECONDITION,
-        "the communicator has been given up by jaxmpi.recover, since a rank had died; nothing was sent. Use "
-        "the one that this has returned, and make grids and maps again on it");
+        "the communicator has been given up by jaxmpi.recover, because a rank had died. Nothing was sent. Use the "
+        "communicator that recover has returned, and make grids and maps again on it");
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the communicator has been freed since this function was compiled; nothing was sent. "
                    "Call it again with a live communicator, or free the communicator later");
@@ -26,7 +26,7 @@ static ffi_error *fail_freed(const struct call *call) {
 ffi_error *call_check(const struct call *call) {
   if (runtime_has_ended()) return call_fail(call, FFI_FAILED_PRECONDITION, "%s; nothing was sent", runtime.ended);
   if (call->comm == NULL) return call_fail_unknown(call, "comm");
-  /* What is in flight on a communicator is completed even if that has been freed. `given_up` is stored before. */
+  /* Requests in flight on a freed communicator are completed. `given_up` is stored before `freed`. */
   if (atomic_load_explicit(&call->comm->freed, memory_order_acquire) && !waits_for_request(call->operation->row))
     return fail_freed(call);
   return NULL;
@@ -61,20 +61,20 @@ static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
  * too. */
 static ffi_error *fail_envelope(const struct call *call, int index, int64_t value, int64_t first, bool any) {
   const char *name = call->operation->attributes[index].name;
-  char given[32] = "more than 32 bits hold";
-  if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
+  char shown[32] = "more than 32 bits hold";
+  if (value != TOO_LARGE) snprintf(shown, sizeof shown, "%" PRId64, value);
   bool is_tag = call->operation->attributes[index].kind == KIND_TAG;
   if (is_tag && is_kept((int)value))
     return call_fail(call, FFI_INVALID_ARGUMENT,
                      "%s is %s, which is a tag that jaxmpi keeps for itself: choose another; nothing was sent", name,
-                     given);
+                     shown);
   if (is_tag)
     return call_fail(call, FFI_INVALID_ARGUMENT, "%s is %s, and must be between 0 and %" PRId64 "%s; nothing was sent",
-                     name, given, runtime.most_tag - first,
+                     name, shown, runtime.most_tag - first,
                      first > 0 ? " in a derivative (on whose way back sendtag and recvtag are exchanged)" : "");
   return call_fail(call, FFI_INVALID_ARGUMENT,
                    "%s is %s, and must be a rank of the communicator, 0 to %d, or MPI.PROC_NULL%s; nothing was sent",
-                   name, given, call->comm->size - 1,
+                   name, shown, call->comm->size - 1,
                    value == ANY_OF_SEVERAL
                        ? " (it stands for MPI.ANY_SOURCE: with a pytree of several arrays the source must be a rank)"
                    : any       ? " or MPI.ANY_SOURCE"
@@ -82,7 +82,7 @@ static ffi_error *fail_envelope(const struct call *call, int index, int64_t valu
                                : "");
 }
 
-/* Replaces a rank or tag that is TRACED by its value. */
+/* Replace a rank or tag that is TRACED by the value. */
 static ffi_error *read_traced(struct call *call, int index, int64_t value) {
   const char *name = call->operation->attributes[index].name;
   const struct abi *abi = runtime.abi;
@@ -95,7 +95,7 @@ static ffi_error *read_traced(struct call *call, int index, int64_t value) {
       return NULL;
     return fail_envelope(call, index, value, first, any);
   }
-  /* In a derivative the message is to be the one that belongs to that of the function. */
+  /* In a derivative the message must belong to the message of the function. */
   bool receives = (row == ROW_recv || row == ROW_irecv) && first == 0;
   bool any = value == abi->any_tag && (receives || strcmp(name, "recvtag") == 0);
   *attribute = any ? value : value + first;

@@ -1,4 +1,4 @@
-/* Executing a call: whether it can be made at all, and its body, with what is done around that.
+/* Executing a call: the check whether it can be made at all, and the body, with everything around it.
  *
  * Threads: the thread in which XLA called the handler, or the one in which a device's transport calls MPI (the driver's
  * callback thread or one of ours), without the GIL. call_body takes runtime.lock where MPI allows one call at a time:
@@ -11,14 +11,14 @@
 /* NULL if the communicator can be used; otherwise the error. */
 ffi_error *call_check(const struct call *call);
 
-/* Sets what is known only once the buffers are, except for how the call is divided. */
+/* Set the members that depend on the buffers, except for the division of the call. */
 static inline void call_settle(struct call *call) {
   call->comparison.due = call->labelled = call->sending = false;
   if (atomic_load_explicit(&call->comm->to_compare, memory_order_acquire) > 0) compare_decide(call);
   call->log.on = atomic_load_explicit(&runtime.log, memory_order_relaxed);
 }
 
-/* Makes the MPI calls of a call whose buffers MPI can access, undivided. */
+/* Make the MPI calls of a call whose buffers MPI can access, undivided. */
 ffi_error *call_body(struct call *call);
 
 #endif

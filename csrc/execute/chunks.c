@@ -9,8 +9,8 @@
 /* Bytes of the smallest part of a chunk that belongs to one rank. */
 enum { LEAST_COLUMN = 1 << 14 };
 
-/* The columns of MPI's buffers and the bytes of an element. False: these differ between the buffers, or there is no
- * such buffer, and the call is not divided. */
+/* The columns of MPI's buffers and the bytes of an element. False: these differ between the buffers, or MPI has no
+ * buffer, and the call is not divided. */
 static bool columns_of(const struct call *call, int64_t *columns, size_t *element) {
   *columns = 0, *element = 0;
   for (int i = 0; i < call->buffer_count; i++) {
@@ -51,12 +51,12 @@ void call_cut(struct call *call, int64_t first) {
   }
 }
 
-/* Copies rows of `width` bytes between matrices whose rows begin `pitch` bytes apart. */
+/* Copy rows of `width` bytes between matrices whose rows begin `pitch` bytes apart. */
 static void copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, int rows) {
   for (int i = 0; i < rows; i++) memcpy(to + (size_t)i * to_pitch, from + (size_t)i * from_pitch, width);
 }
 
-/* Copies the buffers of a chunk that have several rows to `scratch`, without gaps, as MPI needs them; or back. */
+/* Copy the buffers of a chunk that have several rows to `scratch`, without gaps, as MPI needs them; or back. */
 static void pack(struct call *part, const struct call *whole, char *scratch, bool back) {
   for (int i = 0; i < part->buffer_count; i++) {
     struct buffer *buffer = &part->buffers[i];
@@ -72,7 +72,7 @@ static void pack(struct call *part, const struct call *whole, char *scratch, boo
   }
 }
 
-/* Executes one chunk of a call on host memory. */
+/* Execute one chunk of a call on host memory. */
 static ffi_error *chunk_run(const struct call *call, int64_t first, char *scratch) {
   struct call part, packed;
   call_copy(&part, call);
@@ -130,7 +130,7 @@ ffi_error *call_join(const struct call *leaves, struct call *call) {
   return NULL;
 }
 
-/* Copies the leaves of a buffer into it, or back. Each row of a matrix has a row of each leaf. */
+/* Copy the leaves of a buffer into it, or back. Each row of a matrix has a row of each leaf. */
 static void move_leaves(const struct call *call, int buffer, bool back) {
   const struct buffer *whole = &call->buffers[buffer];
   int count, rows = call_rows(call, whole);
@@ -146,7 +146,7 @@ static void move_leaves(const struct call *call, int buffer, bool back) {
 }
 
 ffi_error *call_leaves(struct call *call) {
-  size_t bytes[2] = {0, 0}; /* in the order of the buffers: first those that are read */
+  size_t bytes[2] = {0, 0}; /* in the order of the buffers: first the buffers that are read */
   for (int i = 0; i < call->buffer_count; i++)
     bytes[role_is_written(call->buffers[i].role)] += buffer_bytes(&call->buffers[i]);
   bool in_place = call->operation->divisibility == DIVIDE_CHUNKS && bytes[0] == bytes[1];

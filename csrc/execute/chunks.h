@@ -1,4 +1,4 @@
-/* How a call is divided into calls of MPI: in chunks, and with several buffers joined to one.
+/* The division of a call into calls of MPI: in chunks, and with several buffers joined to one.
  *
  * Threads: as body.h. call_chunks and call_leaves call call_body, and so take runtime.lock where MPI allows one call at
  * a time; the other functions need no lock. */
@@ -8,7 +8,7 @@
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* Sets the division of a call, once its buffers are known. */
+/* Set the division of a call, once the buffers are known. */
 void call_divide(struct call *call);
 
 /* The rows of a buffer as a matrix; 1 for a buffer that the core uses, which is not divided. */
@@ -17,20 +17,20 @@ static inline int call_rows(const struct call *call, const struct buffer *buffer
   return role_is_written(buffer->role) ? call->division.rows_written : call->division.rows_read;
 }
 
-/* Reduces MPI's buffers to the chunk that begins at column `first`: `data` points to that column in the first row,
+/* Reduce MPI's buffers to the chunk that begins at column `first`: `data` points to that column in the first row,
  * `count` is the number of elements in all rows. */
 void call_cut(struct call *call, int64_t first);
 
-/* Makes the MPI calls of a call in chunks, whose buffers MPI can access. */
+/* Make the MPI calls of a call in chunks, whose buffers MPI can access. */
 ffi_error *call_chunks(struct call *call);
 
-/* Makes a call with one buffer, still without data, in the place of each list. NULL, or the error. */
+/* Make a call with one buffer, still without data, in the place of each list. NULL, or the error. */
 ffi_error *call_join(const struct call *leaves, struct call *call);
 
-/* Makes the MPI call for buffers in host memory that are joined. */
+/* Make the MPI call for buffers in host memory that are joined. */
 ffi_error *call_leaves(struct call *call);
 
-/* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
+/* Memory for a call. One piece is kept for the next call: fresh memory of the system costs more than its use. */
 struct scratch {
   size_t bytes;
   _Alignas(64) char data[]; /* at the beginning of a cache line */

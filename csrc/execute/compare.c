@@ -14,11 +14,11 @@
 #include "observe/summary.h"
 #include "requests/table.h"
 
-/* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
+/* Set the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */
 static void find_share(struct call *call) {
   call->comparison.share = 0, call->comparison.type = NULL, call->comparison.written = false;
-  if (plan_of(call) != NULL) return; /* of arrays of other sizes on other ranks */
+  if (plan_of(call) != NULL) return; /* of arrays with other sizes on other ranks */
   int row = attribute_of(call->operation, KIND_NUMBER);
   int64_t counts[2] = {0, 0};
   const struct datatype *types[2] = {NULL, NULL};
@@ -40,14 +40,14 @@ static void find_share(struct call *call) {
 static inline bool all_are_compared(void) { return atomic_load_explicit(&runtime.check, memory_order_relaxed); }
 
 void compare_decide(struct call *call) {
-  bool collective = attribute_of(call->operation, KIND_DERIVATIVE) >= 0; /* which all of them have */
+  bool collective = attribute_of(call->operation, KIND_DERIVATIVE) >= 0; /* all collectives have it */
   bool all = all_are_compared();
   call->comparison.due = call->comm->size > 1 && collective && (all || plan_of(call) == NULL);
   call->labelled = !collective && call->memory->host && has_labels();
   if (call->comparison.due || call->labelled) find_share(call);
 }
 
-/* The arrays of a joined call, and a hash of the sizes of their shares. */
+/* Record the number of arrays of a joined call, and a hash of the sizes of their shares. */
 static void record_arrays(const struct call *call, struct record *record) {
   for (int i = 0; i < call->buffer_count; i++) {
     int count;
@@ -65,7 +65,7 @@ static int64_t hash_of_counts(const struct call *call) {
   const struct buffer *counts = NULL;
   for (int i = 0; i < call->buffer_count; i++) {
     if (call->buffers[i].role != ROLE_HOST_READ) continue;
-    if (counts != NULL) return 0; /* those sent and those received are each rank's own */
+    if (counts != NULL) return 0; /* sent and received counts differ from rank to rank */
     counts = &call->buffers[i];
   }
   uint64_t hash = HASH_START;
@@ -74,7 +74,7 @@ static int64_t hash_of_counts(const struct call *call) {
   return (int64_t)hash;
 }
 
-/* The row of an operation, or, of one that starts an exchange, of the exchange in one call: they meet each other. */
+/* The row of an operation. For one that starts an exchange, the row of the exchange in one call: these match. */
 static int compared_row(const struct operation *operation) {
   switch (operation->row) {
     case ROW_exchange_start:
@@ -112,7 +112,7 @@ static struct record record_of(struct call *call) {
   return record;
 }
 
-/* A record in words. It may come from a rank with another version of the package, so its values are not trusted. */
+/* Add a record in words. It may come from a rank with another version of the package, so the values are checked. */
 static void describe_record(const struct record *record, struct text *text) {
   const struct datatype *type = datatype_find((int)record->dtype);
   const struct reduction *reduction = registry_at(record->reduction);
@@ -136,7 +136,7 @@ static void describe_record(const struct record *record, struct text *text) {
     text_add(text, " (%s)", derivative_name(record->derivative));
 }
 
-/* The lines of the program that make such calls. */
+/* The lines of the program that make calls like this. */
 static void find_lines(const struct call *call, char *lines, size_t size) {
   struct text text = text_in(lines, size);
   int64_t summary[SUMMARY_WORDS] = {0};
@@ -157,14 +157,14 @@ const struct label *label_find(const void *message, int64_t bytes) {
 
 enum { LINES = 512 };
 
-/* What a rank tells of a call that is another one on other ranks. */
-struct telling {
+/* A rank's report of a call that differs from the call on other ranks. */
+struct report {
   struct record record;
   char lines[LINES]; /* of the program, with "called at " in front; empty: not known */
 };
 
-/* What ranks compare of a record. A derivative and what it is of are the same to MPI, so they only differ to those who
- * ask for all. */
+/* The members of a record that ranks compare. MPI does not distinguish a derivative from its function, so they differ
+ * only if all calls are compared. */
 static struct record compared_of(const struct record *record) {
   struct record compared = *record;
   if (!all_are_compared()) compared.derivative = 0;
@@ -172,11 +172,11 @@ static struct record compared_of(const struct record *record) {
 }
 
 static bool are_same(const struct record *a, const struct record *b) {
-  struct record its = compared_of(a), others = compared_of(b);
-  return memcmp(&its, &others, sizeof its) == 0;
+  struct record ours = compared_of(a), others = compared_of(b);
+  return memcmp(&ours, &others, sizeof ours) == 0;
 }
 
-/* A hash of it and of all that has been compared before. */
+/* A hash of a record and of everything compared before. */
 static int64_t hash_of(const struct record *record, int64_t history) {
   struct record compared = compared_of(record);
   int64_t words[QUESTION_WORDS];
@@ -187,7 +187,7 @@ static int64_t hash_of(const struct record *record, int64_t history) {
   return (int64_t)hash;
 }
 
-/* The commonest mistake with a scatter. */
+/* Advice for the commonest mistake with a scatter. */
 static const char *advice_on_scatter(const struct communicator *comm, const struct record *mine,
                                      const struct record *other) {
   int64_t parts = comm->size;
@@ -196,21 +196,21 @@ static const char *advice_on_scatter(const struct communicator *comm, const stru
   return whole ? ". Root alone passes the whole array, the others a template of one part, such as x[0]" : "";
 }
 
-/* Seconds that a rank waits for the others before a collective; after it has waited in vain once; and for what has been
- * started, in the wait for that. */
+/* Seconds that a rank waits for the others before a collective; after it has waited in vain once; and, for a started
+ * operation, in the wait for it. */
 double compare_patience = 10;
 enum { LESS_PATIENCE = 1 };
 
-/* A communicator that the program has made may be used by another library, too. */
+/* Advice for a communicator that the program has made: another library may use it, too. */
 static const char *advice_on_others(const struct communicator *comm) {
   return agreement_is_of_default(comm) || all_are_compared()
              ? ""
              : ". Where ranks call it by another library, as mpi4py: JAXMPI_CHECK=0";
 }
 
-/* The error of a rank that knows what another one, `rank`, does in its place. `now`: it is the call itself. */
-static ffi_error *fail_differing(const struct call *call, struct communicator *comm, const struct telling *mine,
-                                 const struct telling *other, int rank, bool now) {
+/* The error of a rank that knows what `rank` does in place of this call. `now`: `call` itself differs. */
+static ffi_error *fail_differing(const struct call *call, struct communicator *comm, const struct report *mine,
+                                 const struct report *other, int rank, bool now) {
   const struct operation *row = &operation_table[mine->record.operation];
   char here[256], there[256 + 48], at[64] = "calls";
   struct text of_this = text_in(here, sizeof here), of_other = text_in(there, sizeof there);
@@ -228,15 +228,15 @@ static ffi_error *fail_differing(const struct call *call, struct communicator *c
   resized.count = mine->record.count;
   const char *mapped = are_same(&resized, &mine->record) ? advice_on_vmap(mine->record.count, other->record.count) : "";
   const char *whole = advice_on_scatter(comm, &mine->record, &other->record);
-  bool told = strncmp(other->lines, "called at ", 10) == 0; /* another version may tell something else */
+  bool known_lines = strncmp(other->lines, "called at ", 10) == 0; /* another version may report something else */
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the ranks differ: %s call %" PRId64 " on this communicator: %s%s%s; rank %d %s %s%s%.*s%s%s%s",
                    now ? "this is" : "before this,", mine->record.call, here, mine->lines[0] != '\0' ? " " : "",
-                   mine->lines, rank, at, there, told ? " " : "", told ? LINES - 1 : 0, other->lines,
+                   mine->lines, rank, at, there, known_lines ? " " : "", known_lines ? LINES - 1 : 0, other->lines,
                    now ? ". Nothing of it was sent" : "", whole[0] != '\0' ? whole : mapped, advice_on_others(comm));
 }
 
-/* Of one that knows of a difference, and not of which. */
+/* The error of a rank that knows only that a call differs, but not how. */
 static ffi_error *fail_unknown(const struct call *call, const struct record *mine) {
   char here[256];
   struct text text = text_in(here, sizeof here);
@@ -248,27 +248,27 @@ static ffi_error *fail_unknown(const struct call *call, const struct record *min
                    mine->call, here);
 }
 
-/* Whether another rank has told of the same question. What has come may be of an earlier one, that of a rank which has
- * waited here in vain, or from another version. */
-static bool has_told(const struct telling *all, const bool *came, int rank, const struct record *mine) {
+/* Return whether another rank has reported on the same question. A report may be on an earlier question, from a rank
+ * that has waited here in vain, or from another version. */
+static bool has_reported(const struct report *all, const bool *came, int rank, const struct record *mine) {
   return came[rank] && (all_are_compared() || all[rank].record.call == mine->call);
 }
 
-/* The ranks have asked about `mine` and know that they differ: its error. By default NULL unless all of them are here:
- * who has gone on without an answer has waited for ranks that take part in it by another library, or that were late;
- * then this rank asks nothing any more. `now`: it is the call itself, and not one before it. */
+/* The error after the ranks have asked about `mine` and know that they differ. By default NULL unless all of them are
+ * here. A rank that has gone on without an answer has waited for ranks that take part by another library, or that were
+ * late; then this rank asks nothing any more. `now`: `call` itself differs, and not an earlier one. */
 static ffi_error *judge_difference(const struct call *call, struct communicator *comm, const struct record *mine,
                                    bool now) {
   int size = comm->size, other = size, missing = 0;
-  struct telling *told = calloc(1, sizeof *told), *all = calloc((size_t)size, sizeof *all);
-  bool *came = calloc((size_t)size, sizeof *came), over = true, heard = told != NULL && all != NULL && came != NULL;
+  struct report *own = calloc(1, sizeof *own), *all = calloc((size_t)size, sizeof *all);
+  bool *came = calloc((size_t)size, sizeof *came), over = true, heard = own != NULL && all != NULL && came != NULL;
   ffi_error *error = NULL;
   if (heard) {
-    told->record = *mine;
-    if (now) find_lines(call, told->lines, sizeof told->lines);
-    over = agreement_gather(comm, told, all, came, sizeof *told, all_are_compared() ? -1 : compare_patience / 2);
+    own->record = *mine;
+    if (now) find_lines(call, own->lines, sizeof own->lines);
+    over = agreement_gather(comm, own, all, came, sizeof *own, all_are_compared() ? -1 : compare_patience / 2);
     for (int rank = size - 1; rank >= 0; rank--)
-      if (!has_told(all, came, rank, mine))
+      if (!has_reported(all, came, rank, mine))
         missing++;
       else if (!are_same(&all[rank].record, mine))
         other = rank;
@@ -276,13 +276,13 @@ static ffi_error *judge_difference(const struct call *call, struct communicator 
   if (heard && missing > 0 && !all_are_compared())
     agreement_stop(comm);
   else
-    error = other < size ? fail_differing(call, comm, told, &all[other], other, now) : fail_unknown(call, mine);
-  if (over) free(told);
+    error = other < size ? fail_differing(call, comm, own, &all[other], other, now) : fail_unknown(call, mine);
+  if (over) free(own);
   free(all), free(came);
   return error;
 }
 
-/* Calls in a row in which it waits in vain before it compares no more. */
+/* Calls in a row with a wait in vain before a communicator compares no more. */
 enum { IN_VAIN = 3 };
 
 static double patience_of(const struct call *call) {

@@ -9,7 +9,7 @@
 #include "execute/chunks.h"
 #include "requests/table.h"
 
-/* The rows of ops.def once more, here: what is below is compiled for each row, with all that is in it as constants. */
+/* The rows of ops.def once more, here: the code below is compiled for each row, with all members as constants. */
 #define OPERATION_ROWS static const struct operation rows[]
 #include "core/operation_rows.def"
 
@@ -17,24 +17,24 @@ _Thread_local unsigned done_here;
 
 /* --- from a frame to a call ---
  *
- * All that an execution needs is inlined in the handler of each row, of which the compiler knows the number of
- * attributes and buffers and what they are for. That halves the instructions until MPI is called. */
+ * The code of an execution is inlined in the handler of each row. There the compiler knows the number of attributes and
+ * buffers and their use. That halves the instructions until MPI is called. */
 #define INLINED  static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 7")
 
-/* What XLA passes must be what the Python side has lowered; otherwise two versions of the package are mixed. Checked
- * once, when XLA instantiates a program; its executions rely on it. */
+/* Checks that XLA passes what the Python side has lowered; otherwise two versions of the package are mixed. Checked
+ * once, when XLA instantiates a program; executions rely on it. */
 static ffi_error *check_attributes(const struct call *call) {
-  const ffi_attributes *given = &call->frame->attributes;
+  const ffi_attributes *passed = &call->frame->attributes;
   const struct operation *operation = call->operation;
-  if (given->size != operation->attribute_count)
+  if (passed->size != operation->attribute_count)
     return call_fail(call, FFI_INTERNAL, "%" PRId64 " attributes where the core expects %d: reinstall jaxmpi",
-                     given->size, operation->attribute_count);
+                     passed->size, operation->attribute_count);
   for (int i = 0; i < operation->attribute_count; i++) {
     const char *name = operation->attributes[i].name;
-    const ffi_span *span = given->names[i];
-    const ffi_scalar *scalar = given->values[i];
-    if (given->types[i] != FFI_ATTRIBUTE_SCALAR || scalar->dtype != FFI_DTYPE_S64 || span->size != strlen(name) ||
+    const ffi_span *span = passed->names[i];
+    const ffi_scalar *scalar = passed->values[i];
+    if (passed->types[i] != FFI_ATTRIBUTE_SCALAR || scalar->dtype != FFI_DTYPE_S64 || span->size != strlen(name) ||
         memcmp(span->data, name, span->size) != 0)
       return call_fail(call, FFI_INTERNAL, "attribute %d is not the integer %s: reinstall jaxmpi", i, name);
   }
@@ -47,7 +47,7 @@ INLINED void decode_attributes(struct call *call, const struct operation *operat
       memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
 }
 
-/* Finds the communicator and checks that it can be used. */
+/* Find the communicator and check that it can be used. */
 INLINED ffi_error *find_communicator(struct call *call, const struct operation *operation) {
   int64_t *attribute = &call->attributes[operation->comm];
   call->comm = registry_at(*attribute);
@@ -55,7 +55,7 @@ INLINED ffi_error *find_communicator(struct call *call, const struct operation *
   return call_check(call);
 }
 
-/* Replaces the number of each other object by its address. */
+/* Replace the number of each other object by the address. */
 INLINED ffi_error *find_objects(struct call *call, const struct operation *operation) {
   call->reducer = REDUCER_MPI;
   UNROLLED for (int i = 0; i < operation->attribute_count; i++) {
@@ -78,23 +78,23 @@ INLINED ffi_error *find_objects(struct call *call, const struct operation *opera
   return NULL;
 }
 
-INLINED ffi_error *decode_buffer(const struct call *call, const ffi_buffer *given, struct buffer *buffer) {
-  buffer->data = given->data;
-  buffer->count = ffi_count(given);
-  buffer->type = datatype_find(given->dtype);
-  if (buffer->type == NULL || !runtime.known[given->dtype])
-    return call_fail(call, FFI_UNIMPLEMENTED, "XLA's data type number %d cannot be communicated", given->dtype);
+INLINED ffi_error *decode_buffer(const struct call *call, const ffi_buffer *passed, struct buffer *buffer) {
+  buffer->data = passed->data;
+  buffer->count = ffi_count(passed);
+  buffer->type = datatype_find(passed->dtype);
+  if (buffer->type == NULL || !runtime.known[passed->dtype])
+    return call_fail(call, FFI_UNIMPLEMENTED, "XLA's data type number %d cannot be communicated", passed->dtype);
   return NULL;
 }
 
 /* The operands ([0]) or the results ([1]) of a frame, without the token of the ordered effect. */
 struct direction {
   ffi_buffer *const *next;
-  int64_t given, each; /* `each`: of them, those of the list */
+  int64_t given, each; /* all buffers; the buffers of the list among them */
   bool without_mpis;   /* this rank passes no buffer for MPI */
 };
 
-/* False: no operation passes so many. */
+/* False: no operation passes that many. */
 INLINED bool direction_begin(const struct operation *operation, const ffi_frame *frame, bool written,
                              struct direction *d) {
   const ffi_buffers *list = written ? &frame->results : &frame->operands;
@@ -118,7 +118,7 @@ INLINED bool is_joined(const struct operation *operation) {
   return joined;
 }
 
-/* `lists`: there may be lists of any length; otherwise, in the place of each, one buffer or none. */
+/* `lists`: there may be lists of any length; otherwise each list has one buffer or none. */
 INLINED ffi_error *decode_roles(struct call *call, const struct operation *operation, struct direction directions[2],
                                 bool lists) {
   struct buffer *next = call->buffers;
@@ -129,7 +129,7 @@ INLINED ffi_error *decode_roles(struct call *call, const struct operation *opera
     call->first[i] = (short)(next - call->buffers);
     int64_t passed = d->without_mpis && !role_is_of_host(role) ? 0 : each && lists ? d->each : 1;
     if (passed == 0 && (!each || operation->buffers[i].joined))
-      *next++ = (struct buffer){NULL, 0, NULL, role}; /* so that the body finds one */
+      *next++ = (struct buffer){NULL, 0, NULL, role}; /* so that the body has a buffer */
     for (; passed > 0; passed--, next++) {
       ffi_error *error = decode_buffer(call, *d->next++, next);
       if (error != NULL) return error;
@@ -140,7 +140,7 @@ INLINED ffi_error *decode_roles(struct call *call, const struct operation *opera
   return NULL;
 }
 
-/* Decodes the buffers, in the order of ops.def. */
+/* Decode the buffers, in the order of ops.def. */
 INLINED ffi_error *decode_buffers(struct call *call, const struct operation *operation) {
   struct direction directions[2];
   for (int written = 0; written < 2; written++)
@@ -195,7 +195,7 @@ INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory 
   ffi_error *error;
   if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
-  if (row == ROW_after) return NULL; /* its operands are there: that is all */
+  if (row == ROW_after) return NULL; /* the operands are there: that is all */
   if (row == ROW_done) return done_here += memory->host, NULL;
   decode_attributes(&call, operation);
   if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)

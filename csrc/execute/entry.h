@@ -1,7 +1,7 @@
 /* From XLA's frame to an operation and back.
  *
- * Threads: called by XLA, in the thread that called the program or in one of XLA's, by several at the same time;
- * without the GIL and with no lock of ours held. It takes the locks of call.h and, on a device, of transport.h. */
+ * Threads: XLA calls the functions, in the thread that called the program or in one of XLA's, several at the same time,
+ * without the GIL and with no lock of ours held. They take the locks of call.h and, on a device, of transport.h. */
 #ifndef JAXMPI_ENTRY_H
 #define JAXMPI_ENTRY_H
 
@@ -14,8 +14,8 @@
 #include "core/ops.def"
 #undef OPERATION
 
-/* How often `done` has been executed in this thread. It comes after all other operations of its program, by the data
- * flow that keeps them in order; so if a call of the program has counted here, its communication is over. */
+/* How often `done` has been executed in this thread. It comes after all other operations of the program, by the data
+ * flow that keeps them in order. So if a call of the program has counted here, the communication is over. */
 extern _Thread_local unsigned done_here;
 
 #endif

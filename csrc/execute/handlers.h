@@ -1,5 +1,5 @@
-/* Defines the handlers of a memory space, in the order of ops.def. Included by its file, which defines SPACE as its
- * name. Threads and locks: as in entry.h. */
+/* Defines the handlers of a memory space, in the order of ops.def. Included by the file of the space, which defines
+ * SPACE as the name of it. Threads and locks: as in entry.h. */
 #include "execute/entry.h"
 
 #define HANDLER2(space, name) space##_##name

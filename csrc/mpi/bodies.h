@@ -1,11 +1,11 @@
-/* What the bodies of the operations share: how a body gets its buffers and attributes, and makes a call of MPI.
+/* What the bodies of the operations share: how a body gets its buffers and attributes, and calls MPI.
  *
- * Included only by the sources with bodies and what serves them, which are compiled once per ABI. A body gets its
- * buffers and attributes by their names in ops.def; which buffers there are depends on this rank's part in the
- * operation. If operand and result have equal pointers, XLA has aliased them.
+ * Only the sources with bodies and their helpers include this file. They are compiled once per ABI. A body gets
+ * buffers and attributes by their names in ops.def. Which buffers exist depends on this rank's part in the operation.
+ * If operand and result have equal pointers, XLA has aliased them.
  *
- * Threads: bodies are called by the thread that the transport chooses for MPI calls, without the GIL, with runtime.lock
- * held where `serialize` is set. */
+ * Threads: the transport chooses the thread for MPI calls, and this thread calls the bodies, without the GIL. It holds
+ * runtime.lock where `serialize` is set. */
 #ifndef JAXMPI_BODIES_H
 #define JAXMPI_BODIES_H
 
@@ -51,7 +51,7 @@ static inline void find_buffers(struct call *c, struct buffer **buffers, size_t 
   find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
   __attribute__((unused)) MPI_Comm comm = handle_of_comm((call)->comm)
 
-/* Names the MPI function for errors and the log; the other arguments are the text of the log. */
+/* Names the MPI function for errors and the log. The other arguments are the text of the log. */
 #define BEGIN(call, name, ...)     \
   (call)->function = "MPI_" #name; \
   if ((call)->log.on) log_begin(call, __VA_ARGS__)
@@ -67,7 +67,7 @@ static inline ffi_error *call_fail_in(struct call *call, const char *function, i
   return call_fail_mpi(call, code);
 }
 
-/* TRY for one call of MPI, whose function the error then names. */
+/* TRY for one call of MPI. The error names the MPI function. */
 #define TRY_MPI(call, name, ...)         \
   do {                                   \
     int code_ = mpi.name(__VA_ARGS__);   \
@@ -83,7 +83,7 @@ static inline ffi_error *call_fail_in(struct call *call, const char *function, i
     if (error_ != NULL) return error_; \
   } while (0)
 
-/* A buffer that this rank's part in the operation needs. Two versions of the package, mixed, may not pass it. */
+/* Checks that a buffer which this rank needs was passed. Mixed versions of the package may not pass it. */
 #define NEEDS(call, buffer)                                                                           \
   if ((buffer)->type == NULL)                                                                         \
   return call_fail(call, FFI_INTERNAL, "an array that rank %d needs is not passed: reinstall jaxmpi", \
@@ -97,13 +97,13 @@ static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Da
 
 static inline MPI_Op handle_of(int64_t op) { return (MPI_Op)((const struct reduction *)object_of(op))->handle; }
 
-/* A number of elements as count and datatype: if it exceeds an int, one element of a derived type that spans them all.
- * That serves to send data; reductions go chunk by chunk instead. */
+/* A number of elements as count and datatype. If an int cannot hold the number, the span is one element of a derived
+ * type that spans them all. This serves to send data. Reductions go chunk by chunk instead. */
 struct span {
   int count;
   MPI_Datatype type;
   int code; /* an MPI error code; the span is valid if MPI_SUCCESS */
-  bool made;
+  bool derived;
 };
 
 static inline struct span span_make(int64_t count, MPI_Datatype type, size_t bytes) {
@@ -115,8 +115,8 @@ static inline struct span span_make(int64_t count, MPI_Datatype type, size_t byt
   if ((span.code = mpi.Type_contiguous((int)limit, type, &types[0])) != MPI_SUCCESS) return span;
   if ((span.code = mpi.Type_create_struct(2, counts, offsets, types, &span.type)) == MPI_SUCCESS) {
     span.code = mpi.Type_commit(&span.type);
-    span.made = span.code == MPI_SUCCESS;
-    if (!span.made) mpi.Type_free(&span.type);
+    span.derived = span.code == MPI_SUCCESS;
+    if (!span.derived) mpi.Type_free(&span.type);
   }
   mpi.Type_free(&types[0]);
   return span;
@@ -128,7 +128,7 @@ static inline struct span span_of(const struct datatype *type, int64_t count) {
 }
 
 static inline void span_free(struct span *span) {
-  if (span->made) mpi.Type_free(&span->type);
+  if (span->derived) mpi.Type_free(&span->type);
 }
 
 /* Makes one MPI call on a span and frees the span. */
@@ -140,7 +140,7 @@ static inline void span_free(struct span *span) {
     if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
   } while (0)
 
-/* A reduction works element by element, so a vector with more elements than an int holds is reduced in chunks. */
+/* A reduction works element by element. A vector with more elements than an int holds is reduced in chunks. */
 #define FOR_CHUNKS_OF(most, total, first, count)                                                                      \
   for (int64_t first = 0, count = 0; (count = (total) - first < (most) ? (total) - first : (most)) > 0 || first == 0; \
        first += count + (count == 0))
@@ -148,7 +148,7 @@ static inline void span_free(struct span *span) {
 
 static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
 
-/* The body of an operation, each defined in one of the sources that include this. */
+/* The body of an operation. Each is defined in one of the sources that include this file. */
 #define BODY(operation)                                    ABI_JOIN(body_##operation, ABI_NAME)
 #define OPERATION(name, divisibility, buffers, attributes) ffi_error *BODY(name)(struct call * c);
 #include "core/ops.def"

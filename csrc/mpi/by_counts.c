@@ -1,14 +1,13 @@
-/* The bodies of collectives whose arrays are divided along their first axis by counts of rows. Compiled once per ABI.
- */
+/* The bodies of collectives that divide arrays along the first axis by counts of rows. Compiled once per ABI. */
 
 #include "mpi/reduce_to.h"
 
-/* A part of an array for each rank, one behind the other. The counts are what ranks have told each other: a negative
- * one, of nothing, says that a rank cannot do its part, so that all ranks still make the same calls of MPI. */
+/* The parts of an array, one for each rank, one behind the other. The ranks have exchanged the counts. A negative
+ * count, with no rows, says that a rank cannot do its part. All ranks still make the same calls of MPI. */
 struct parts {
   int64_t elements;      /* of all parts */
   int *counts, *offsets; /* of each part, in units of `type` */
-  MPI_Datatype type;     /* an element; a row, where elements are too many for an int */
+  MPI_Datatype type;     /* an element; a row, if an int cannot count the elements */
   struct span row;
   int invalid; /* the first rank with a negative count; -1: none */
 };
@@ -61,8 +60,8 @@ static void parts_free(struct parts *parts) {
   span_free(&parts->row);
 }
 
-/* Where `elements` are received: in `out`, or, if they do not fit, in memory of the host's, since the other ranks send
- * them in any case. */
+/* Where `elements` are received: in `out`, or, if they do not fit, in host memory, because the other ranks send them
+ * in any case. */
 struct landing {
   void *data, *own;
   int64_t elements;
@@ -78,7 +77,7 @@ static ffi_error *landing_make(const struct call *c, const struct buffer *out, i
   return NULL;
 }
 
-/* After the calls of MPI, the last of which has returned `code`. The rest of the result is zero. */
+/* End a landing after the calls of MPI, the last of which returned `code`. Fill the rest of the result with zeros. */
 static ffi_error *landing_end(struct call *c, const struct buffer *out, int64_t row, struct landing *landing,
                               int code) {
   free(landing->own);
@@ -93,14 +92,14 @@ static ffi_error *landing_end(struct call *c, const struct buffer *out, int64_t 
   return rest > 0 ? call_zero(c, buffer_at(out, landing->elements), (size_t)rest * out->type->bytes) : NULL;
 }
 
-/* Counts of rows that this rank passes to MPI: Python has compared them with the array. */
+/* Check the counts of rows that this rank passes to MPI. Python has compared them with the array. */
 static ffi_error *check_rows(const struct call *c, const struct buffer *in, int64_t elements) {
   if (elements <= in->count) return NULL;
   return call_fail(c, FFI_INTERNAL, "counts of %" PRId64 " elements of an array of %" PRId64 ": reinstall jaxmpi",
                    elements, in->count);
 }
 
-/* The error of a negative count, which `rank` has told. */
+/* Return the error for a negative count, which `rank` has sent. */
 static ffi_error *fail_counts(const struct call *c, int rank, int64_t count) {
   const char *self = rank == c->comm->rank ? " (this one)" : "";
   if (count == NO_SUCH_RANK)
@@ -110,8 +109,8 @@ static ffi_error *fail_counts(const struct call *c, int rank, int64_t count) {
                      rank, self, c->comm->size - 1);
   if (count == OTHER_ARRAYS)
     return call_fail(c, FFI_INVALID_ARGUMENT,
-                     "rank %d%s has passed other arrays than this rank, of other shapes of rows, dtypes, names or in "
-                     "another order: nothing was sent to it or received from it",
+                     "rank %d%s has passed other arrays than this rank: shapes of rows, dtypes, names or the order "
+                     "differ. Nothing was sent to it or received from it",
                      rank, self);
   if (c->operation->row == ROW_reduce_scatterv)
     return call_fail(c, FFI_INVALID_ARGUMENT,
@@ -123,7 +122,7 @@ static ffi_error *fail_counts(const struct call *c, int rank, int64_t count) {
                    rank, self);
 }
 
-/* Of counts that all ranks know: then all of them come to the same. */
+/* Make parts from counts that all ranks know. So all ranks get the same error. */
 static ffi_error *parts_of_all(const struct call *c, const struct buffer *counts, const struct datatype *type,
                                int64_t row, struct parts *parts) {
   PASS(parts_make(c, counts, type, row, parts));
@@ -132,7 +131,7 @@ static ffi_error *parts_of_all(const struct call *c, const struct buffer *counts
   return fail_counts(c, parts->invalid, row_count(counts, parts->invalid));
 }
 
-/* in: at least the rows of this rank  out: at least those of all ranks */
+/* in: at least the rows of this rank  out: at least the rows of all ranks */
 ffi_error *BODY(allgatherv)(struct call *c) {
   ARGUMENTS(allgatherv, c);
   BEGIN(c, Allgatherv, "with %" PRId64 " items and", b.in->count);
@@ -150,27 +149,27 @@ ffi_error *BODY(allgatherv)(struct call *c) {
   return error;
 }
 
-/* With JAXMPI_CHECK: each rank expects what the others send. All ranks come to the same verdict. */
+/* With JAXMPI_CHECK: checks that each rank expects what the others send. All ranks come to the same verdict. */
 static ffi_error *compare_counts(struct call *c, const struct buffer *sent, const struct buffer *received) {
   MPI_Comm comm = handle_of_comm(c->comm);
   MPI_Datatype type = element(sent->type);
   int size = c->comm->size, wrong = -1, other = -1;
   PASS(check_counts(c, sent));
   PASS(check_counts(c, received));
-  int32_t *told = malloc((size_t)size * sizeof *told), tells = 0;
-  if (told == NULL) return call_fail(c, FFI_INTERNAL, "no memory to compare the counts");
-  int code = mpi.Alltoall(sent->data, 1, type, told, 1, type, comm);
+  int32_t *values = malloc((size_t)size * sizeof *values), wrong_count = 0;
+  if (values == NULL) return call_fail(c, FFI_INTERNAL, "no memory to compare the counts");
+  int code = mpi.Alltoall(sent->data, 1, type, values, 1, type, comm);
   for (int r = size - 1; code == MPI_SUCCESS && r >= 0; r--)
-    if (told[r] != row_count(received, r)) wrong = r, tells = told[r];
-  if (code == MPI_SUCCESS) code = mpi.Allgather(&wrong, 1, type, told, 1, type, comm);
+    if (values[r] != row_count(received, r)) wrong = r, wrong_count = values[r];
+  if (code == MPI_SUCCESS) code = mpi.Allgather(&wrong, 1, type, values, 1, type, comm);
   for (int r = size - 1; code == MPI_SUCCESS && r >= 0; r--)
-    if (told[r] >= 0) other = r;
-  free(told);
+    if (values[r] >= 0) other = r;
+  free(values);
   TRY(c, code);
   if (wrong >= 0)
     return call_fail(c, FFI_FAILED_PRECONDITION,
                      "the ranks differ: rank %d sends %d rows to this rank, which expects %d. Nothing was sent", wrong,
-                     (int)tells, (int)row_count(received, wrong));
+                     (int)wrong_count, (int)row_count(received, wrong));
   if (other >= 0)
     return call_fail(c, FFI_FAILED_PRECONDITION,
                      "the ranks differ: rank %d expects other numbers of rows than are sent to it. Nothing was sent",
@@ -178,9 +177,9 @@ static ffi_error *compare_counts(struct call *c, const struct buffer *sent, cons
   return NULL;
 }
 
-/* in: at least the rows that this rank sends  out: at least those that it receives */
+/* in: at least the rows that this rank sends  out: at least the rows that it receives */
 static ffi_error *rows_to_all(struct call *c) {
-  ARGUMENTS(alltoallv, c); /* which those of migrate are alike */
+  ARGUMENTS(alltoallv, c); /* migrate has the same buffers and attributes */
   BEGIN(c, Alltoallv, "with %" PRId64 " items and", b.in->count);
   struct parts sent, received;
   struct landing to = {NULL, NULL, 0};
@@ -208,7 +207,7 @@ ffi_error *BODY(alltoallv)(struct call *c) { return rows_to_all(c); }
 
 ffi_error *BODY(migrate)(struct call *c) { return rows_to_all(c); }
 
-/* in: at least the rows of this rank  out, on root only: at least those of all ranks */
+/* in: at least the rows of this rank  out, on root only: at least the rows of all ranks */
 ffi_error *BODY(gatherv)(struct call *c) {
   ARGUMENTS(gatherv, c);
   bool root = c->comm->rank == a.root;
@@ -229,7 +228,7 @@ ffi_error *BODY(gatherv)(struct call *c) {
   return error;
 }
 
-/* in: at least the rows of all ranks  out: at least those of this rank */
+/* in: at least the rows of all ranks  out: at least the rows of this rank */
 ffi_error *BODY(reduce_scatterv)(struct call *c) {
   ARGUMENTS(reduce_scatterv, c);
   BEGIN(c, Reduce_scatter, "with %" PRId64 " items and", b.in->count);
@@ -239,7 +238,7 @@ ffi_error *BODY(reduce_scatterv)(struct call *c) {
   PASS(parts_of_all(c, b.counts, b.in->type, a.row, &parts));
   ffi_error *error = check_rows(c, b.in, parts.elements);
   if (error == NULL) error = landing_make(c, b.out, row_count(b.counts, rank) * a.row, &to);
-  if (error == NULL && parts.row.made) { /* which no reduction takes */
+  if (error == NULL && parts.row.derived) { /* no reduction takes a type of rows */
     int64_t first = 0;
     for (int r = 0; r < c->comm->size && error == NULL; r++) {
       int64_t elements = row_count(b.counts, r) * a.row;
@@ -255,7 +254,7 @@ ffi_error *BODY(reduce_scatterv)(struct call *c) {
   return error;
 }
 
-/* in, on root only: at least the rows of all ranks  out: at least those of this rank */
+/* in, on root only: at least the rows of all ranks  out: at least the rows of this rank */
 ffi_error *BODY(scatterv)(struct call *c) {
   ARGUMENTS(scatterv, c);
   int rank = c->comm->rank;

@@ -1,8 +1,8 @@
-/* The bodies of the collectives and of what communicates nothing. Compiled once per ABI. */
+/* The bodies of the collectives and of operations that do not communicate. Compiled once per ABI. */
 #include "mpi/reduce_to.h"
 
-/* Elements of an allreduce that MPI gets at a time. The libraries take memory as long as the vector for each call, from
- * some length on fresh pages of the system's, which cost more than the sum. */
+/* How many elements of an allreduce MPI gets at a time. For each call, the libraries take memory as long as the vector.
+ * From some length on this is fresh memory of the system, which costs more than the sum. */
 static inline int64_t most_at_a_time(const struct call *c, const struct buffer *in) {
   int64_t piece = c->comm->piece;
   if (piece == 0 || (int64_t)buffer_bytes(in) < PIECES * piece) return runtime.max_count;
@@ -17,8 +17,8 @@ static inline const void *chunk_of(const struct buffer *in, const struct buffer 
   return in->data == out->data ? ABI_IN_PLACE : buffer_at(in, first);
 }
 
-/* A rank that passes less than others expect leaves the end of its part as it was, and MPI need not notice. So the end
- * of each part, of which there are `parts`, is marked before the call, with a number that no data is likely to have. */
+/* If a rank passes less than others expect, the end of the part stays as it was, and MPI need not notice. So the end
+ * of each of the `parts` is marked before the call, with a number that no data is likely to have. */
 static const uint64_t MARK = UINT64_C(0xd3b7c5915ae2f04b);
 
 static inline bool has_marks(const struct call *c, const struct buffer *out, int parts) {
@@ -35,7 +35,7 @@ static inline void mark_parts(const struct call *c, const struct buffer *out, in
   for (int i = 0; i < parts; i++) memcpy(mark_of(out, parts, i), &MARK, sizeof MARK);
 }
 
-/* The error for a part whose mark is still there. `from`: the rank that it comes from, if it is the first part. */
+/* Return the error for a part whose mark is still there. `from`: the rank that the first part comes from. */
 static inline ffi_error *check_marks(const struct call *c, const struct buffer *out, int parts, int from) {
   if (!has_marks(c, out, parts)) return NULL;
   for (int i = 0; i < parts; i++)
@@ -114,35 +114,35 @@ ffi_error *BODY(bcast)(struct call *c) {
   TRY_SPAN(c, s, mpi.Bcast(data->data, s.count, s.type, (int)a.root, comm));
   if (!root) return check_marks(c, b.out, 1, (int)a.root);
   if (b.out->count == 0 || b.out->data == b.in->data) return NULL;
-  return call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)); /* for which nobody had to wait */
+  return call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)); /* after Bcast, so that no rank waits for it */
 }
 
-/* found: truth values. If one is true, the error has the text `text`. Communicates nothing. */
+/* differs: truth values. If one is true, the body fails with the text `text`. Communicates nothing. */
 ffi_error *BODY(check)(struct call *c) {
   ARGUMENTS(check, c);
-  for (const struct buffer *found = b.found; found < &c->buffers[c->buffer_count]; found++)
-    for (int64_t i = 0; i < found->count; i++)
-      if (((const bool *)found->data)[i])
+  for (const struct buffer *flags = b.differs; flags < &c->buffers[c->buffer_count]; flags++)
+    for (int64_t i = 0; i < flags->count; i++)
+      if (((const bool *)flags->data)[i])
         return call_fail(c, FFI_FAILED_PRECONDITION, "%s", (const char *)object_of(a.text));
   return NULL;
 }
 
-/* Makes the communicator of a group. All ranks of the group do this, and no others. */
+/* Make the communicator of a group. All ranks of the group do this, and no others. */
 ffi_error *BODY(connect)(struct call *c) {
   ARGUMENTS(connect, c);
   (void)b;
   struct group *g = object_of(a.group);
   MPI_Group world, group;
-  MPI_Comm made;
+  MPI_Comm group_comm;
   BEGIN(c, Comm_create_group, "of %d ranks with", g->size);
   TRY_MPI(c, Comm_group, comm, &world);
   int code = mpi.Group_incl(world, g->size, g->ranks, &group);
   mpi.Group_free(&world);
   TRY(c, code);
-  code = mpi.Comm_create_group(comm, group, 0, &made);
+  code = mpi.Comm_create_group(comm, group, 0, &group_comm);
   mpi.Group_free(&group);
   TRY(c, code);
-  g->handle = (intptr_t)made;
+  g->handle = (intptr_t)group_comm;
   return NULL;
 }
 

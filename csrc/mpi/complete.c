@@ -28,7 +28,7 @@ bool test_begun(struct request *request) {
   return under_way;
 }
 
-/* Messages that are posted meanwhile must not wait. */
+/* Complete one handle. Match messages for posted receives meanwhile, so that they do not wait for this handle. */
 static void complete_handle(struct request *request, intptr_t *handle) {
   while (queue_posted() > 0 && test_handle(request, handle)) {
     queue_match(NULL, NULL, 0);

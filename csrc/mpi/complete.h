@@ -1,7 +1,7 @@
-/* Completing what a request has begun.
+/* Completes the MPI operations of a request.
  *
- * Threads: the thread that has taken the request; test_begun also the thread of requests/progress.h, under the
- * lock of the table. They take the queue's lock. */
+ * Threads: the thread that has taken the request. The thread of requests/progress.h also calls test_begun, under the
+ * lock of the table. The functions take the queue's lock. */
 #ifndef JAXMPI_COMPLETE_H
 #define JAXMPI_COMPLETE_H
 
@@ -14,20 +14,20 @@
 #define complete_receive ABI_LOCAL(complete_receive)
 #define note_code        ABI_LOCAL(note_code)
 
-/* Keeps the first error. What has begun is completed all the same: MPI may be using its memory. */
+/* Keep the first error. The other operations are completed all the same, because MPI may be using their memory. */
 void note_code(struct request *request, const char *function, int code);
 
-/* Whether it is still under way. Lets MPI progress. */
+/* Return whether the operation of a handle is still under way. Let MPI progress. */
 bool test_handle(struct request *request, intptr_t *handle);
 
-/* Whether what a request has begun is still under way: see struct abi. */
+/* Return whether an operation that a request has begun is still under way: see struct abi. */
 bool test_begun(struct request *request);
 
-/* Waits until all that was begun by a handle is done. */
+/* Wait until the operations of all handles are done. */
 void complete_handles(struct request *request);
 
-/* Waits until the message of a receive has been received or is matched. False: it never will be; the error is noted,
- * unless the communicator has been freed. */
+/* Wait until the message of a receive has been received or is matched. False: it never will be. Then the error is
+ * noted, unless the communicator has been freed. */
 bool complete_receive(struct request *request, struct receive *receive);
 
 #endif

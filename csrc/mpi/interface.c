@@ -10,9 +10,9 @@
 #include "mpi/messages.h"
 #include "mpi/own.h"
 
-static int keyval; /* attribute of a communicator: its struct communicator */
+static int keyval; /* attribute of a communicator: the struct communicator */
 
-/* Extensions for jobs that survive the death of a process; NULL where the library has none. */
+/* Extensions for jobs that survive the death of a process. NULL: the library does not have the function. */
 static struct {
   int (*revoke)(MPI_Comm);
   int (*is_revoked)(MPI_Comm, int *);
@@ -20,14 +20,15 @@ static struct {
   int (*group_size)(MPI_Group, int *);
 } extensions;
 
-/* A duplicate is another communicator and gets its own struct. */
+/* A duplicate is another communicator and gets another struct. */
 static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *copy, int *flag) {
   (void)comm, (void)key, (void)extra, (void)value, (void)copy;
   *flag = 0;
   return MPI_SUCCESS;
 }
 
-/* No call finds it any more. Once only: what has been given up may be freed later. */
+/* Remove a communicator: no call can use it any more. Done once, because a communicator that was given up may be freed
+ * later. */
 static void forget_communicator(struct communicator *comm) {
   if (atomic_exchange(&comm->freed, true)) return;
   if (runtime.self != NULL && !atomic_load(&runtime.self->freed)) agreement_end(comm);
@@ -36,7 +37,7 @@ static void forget_communicator(struct communicator *comm) {
   while (!atomic_compare_exchange_weak(&runtime.freed, &comm->next_freed, comm)) continue;
 }
 
-/* Called by MPI as the communicator is freed. Operations left to streams may use it: they come first. */
+/* MPI calls this when it frees a communicator. Operations that streams still have may use it, so they finish first. */
 static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
   transport_drain();
@@ -70,39 +71,39 @@ static const char *load_table(void *library) {
   return NULL;
 }
 
-static int communicator(intptr_t handle, const char *meaning, struct communicator **result) {
+static int communicator(intptr_t handle, const char *stable_key, struct communicator **result) {
   MPI_Comm comm = (MPI_Comm)handle;
-  int code, found = 0, inter = 0;
+  int code, is_set = 0, inter = 0;
   *result = NULL;
-  if ((code = mpi.Comm_get_attr(comm, keyval, result, &found)) != MPI_SUCCESS || found) return code;
+  if ((code = mpi.Comm_get_attr(comm, keyval, result, &is_set)) != MPI_SUCCESS || is_set) return code;
   if ((code = mpi.Comm_test_inter(comm, &inter)) != MPI_SUCCESS || inter) return code;
-  struct communicator *made = calloc(1, sizeof *made);
-  if (made == NULL) return CODE_NO_MEMORY;
-  made->handle = handle;
-  if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
-      (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
-      (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : CODE_NO_MEMORY) != MPI_SUCCESS ||
-      (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
-    if (made->number == 0) free(made); /* the registry never drops an object */
+  struct communicator *record = calloc(1, sizeof *record);
+  if (record == NULL) return CODE_NO_MEMORY;
+  record->handle = handle;
+  if ((code = mpi.Comm_rank(comm, &record->rank)) != MPI_SUCCESS ||
+      (code = mpi.Comm_size(comm, &record->size)) != MPI_SUCCESS ||
+      (code = (record->number = registry_add(record, stable_key)) != 0 ? MPI_SUCCESS : CODE_NO_MEMORY) != MPI_SUCCESS ||
+      (code = mpi.Comm_set_attr(comm, keyval, record)) != MPI_SUCCESS) {
+    if (record->number == 0) free(record); /* the registry never drops an object */
     return code;
   }
-  *result = made;
+  *result = record;
   return MPI_SUCCESS;
 }
 
 static int own_operations(const char *dtype, intptr_t handles[4]) {
-  MPI_Op made[4];
+  MPI_Op ops[4];
   const struct own_reductions *own = own_reductions;
   memset(handles, 0, 4 * sizeof *handles);
   while (own->dtype != NULL && strcmp(own->dtype, dtype) != 0) own++;
   for (int i = 0; i < 4 && own->dtype != NULL; i++) {
-    int code = own->functions[i] != NULL ? mpi.Op_create(own->functions[i], 1, &made[i]) : MPI_SUCCESS;
+    int code = own->functions[i] != NULL ? mpi.Op_create(own->functions[i], 1, &ops[i]) : MPI_SUCCESS;
     if (code != MPI_SUCCESS) {
       while (i-- > 0)
-        if (own->functions[i] != NULL) mpi.Op_free(&made[i]);
+        if (own->functions[i] != NULL) mpi.Op_free(&ops[i]);
       return code;
     }
-    if (own->functions[i] != NULL) handles[i] = (intptr_t)made[i];
+    if (own->functions[i] != NULL) handles[i] = (intptr_t)ops[i];
   }
   return MPI_SUCCESS;
 }
@@ -112,10 +113,10 @@ static int own_operations(const char *dtype, intptr_t handles[4]) {
 static int post_message(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request) {
   MPI_Datatype type = bytes_type();
   MPI_Comm comm = (MPI_Comm)runtime.channel;
-  MPI_Request made;
-  int code = sends ? mpi.Isend(data, (int)bytes, type, rank, tag, comm, &made)
-                   : mpi.Irecv(data, (int)bytes, type, rank, tag, comm, &made);
-  *request = (intptr_t)made;
+  MPI_Request handle;
+  int code = sends ? mpi.Isend(data, (int)bytes, type, rank, tag, comm, &handle)
+                   : mpi.Irecv(data, (int)bytes, type, rank, tag, comm, &handle);
+  *request = (intptr_t)handle;
   return code;
 }
 

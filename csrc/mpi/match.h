@@ -1,7 +1,7 @@
-/* Matching messages: for the queue of receives, and for a thread that waits for one.
+/* Matches messages: for the queue of receives, and for a thread that waits for one.
  *
- * Threads: those that call bodies. probe_message, match_message and receive_message are called under the queue's lock,
- * by any thread that may call MPI; the others take that lock themselves. */
+ * Threads: those that call bodies. Any thread that may call MPI calls probe_message, match_message and receive_message,
+ * under the queue's lock. The other functions take that lock themselves. */
 #ifndef JAXMPI_MATCH_H
 #define JAXMPI_MATCH_H
 
@@ -16,27 +16,28 @@
 #define add_unexpected       ABI_LOCAL(add_unexpected)
 
 /* See struct abi. */
-int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
-int match_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
+int match_message(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
 void receive_message(struct receive *receive);
 
-static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->found.status; }
+static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->info.status; }
 
-/* Matches a message for a blocking receive, behind the receives that are posted. */
+/* Match a message for a blocking receive, after the receives that are posted. */
 ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
 
-/* Waits until a receive is matched. */
+/* Wait until a receive is matched. */
 void await_match(struct receive *receive);
 
-/* Keeps a message that has been matched for the receive that it is for, which has not begun. */
+/* Keep a matched message until the receive that it fits begins. */
 ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status);
 
-/* Whether messages are matched behind receives that are posted on a communicator, or messages that have been kept. */
+/* Return whether receives are posted or messages are kept on a communicator. Then the queue matches messages. */
 static inline bool is_in_order_of_queue(const struct communicator *comm) {
   return atomic_load_explicit(&comm->queued, memory_order_relaxed) > 0;
 }
 
-/* Waits for a message, and matches it. The message of an exchange that another rank has started is not for any tag. */
+/* Wait for a message and match it. A receive with any tag does not get the messages of exchanges that other ranks
+ * have started. */
 static inline ffi_error *await_message(struct call *call, int source, int tag, MPI_Message *message,
                                        MPI_Status *status) {
   if (is_in_order_of_queue(call->comm)) return await_posted_message(call, source, tag, message, status);

@@ -3,14 +3,14 @@
 #include "mpi/match.h"
 #include "requests/table.h"
 
-/* What is sent of a buffer: itself, or with JAXMPI_CHECK a copy behind a label. */
+/* What is sent for a buffer: the buffer itself, or with JAXMPI_CHECK a copy behind a label. */
 struct parcel {
   const void *data;
   struct span span;
   struct label *copy;
 };
 
-/* NULL: there is no memory for a label; the message is then not checked. */
+/* NULL: there is no memory for the label. Then the message is not checked. */
 static struct label *copy_labelled(const struct call *call, const struct buffer *in) {
   struct label *copy = malloc(sizeof *copy + buffer_bytes(in));
   if (copy == NULL) return NULL;
@@ -30,7 +30,7 @@ static inline void parcel_free(struct parcel *parcel) {
   free(parcel->copy);
 }
 
-/* An adjoint among those that have been started: `row` starts one like it. */
+/* Check an adjoint against the adjoints that have been started. `row`: the operation that starts these adjoints. */
 static inline ffi_error *check_adjoint(const struct call *c, int row, int64_t peer, int64_t tag) {
   return tag >= derivatives_tag() ? request_check_blocking(c, row, peer, tag) : NULL;
 }
@@ -97,33 +97,34 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
 }
 
-/* --- what plans say --- */
+/* --- messages of plans --- */
 
-/* The notices of a call's peers, each of which is received where its message is in the stage. MPI expects those of the
- * first AHEAD before the call sends anything, and of each further one as another has come, unless messages are matched
- * in the order that the queue keeps, or the stage is the transport's. So the memory that MPI is given for one overlaps
- * that of the next ones: MPI writes only as many bytes as have come. A wrong notice may be longer than its message. It
- * is written over what comes behind it, of which the contents are not used then, since the call fails; behind the last
- * one is room for NOTICE_BYTES. */
+/* The notices of a call's peers. Each is received at the place of the peer's message in the stage.
+ *
+ * Before the call sends anything, it posts receives for the notices of the first AHEAD peers, and then one more for
+ * each notice that has come. It does not if the queue keeps the order of messages, or if the stage is the transport's.
+ * The memory for one notice overlaps the memory for the next ones: MPI writes only as many bytes as have come. A wrong
+ * notice may be longer than the message of its peer. It then overwrites what lies behind, which is not used, because
+ * the call fails. Behind the last message is room for NOTICE_BYTES. */
 enum { AHEAD = 8 };
 struct notices {
   struct call *call;
   const struct plan *plan;
   uint64_t label;
   char *stage;
-  int expected; /* peers of which MPI expects a notice, or has; 0: all are matched */
-  bool held;    /* MPI may write into the stage for ever */
+  int expected;      /* peers for whose notices receives are posted or done; 0: all notices are matched */
+  bool stage_in_use; /* MPI may write into the stage for ever */
   MPI_Request requests[AHEAD];
 };
 
-/* Where the notice of a peer will be; until then another label is there. */
+/* Return the place for the notice of a peer. It contains another label until the notice comes. */
 static char *prepare_place(const struct notices *notices, const struct peer *peer) {
   char *place = notices->stage + peer->stage;
   label_put(place, ~label_to(peer, notices->label));
   return place;
 }
 
-/* Lets MPI expect the notices of further peers, up to `count`. Returns an MPI error code. */
+/* Post receives for the notices of further peers, up to `count`. Return an MPI error code. */
 static int expect_notices(struct notices *notices, int count) {
   MPI_Comm comm = handle_of_comm(notices->call->comm);
   for (int i; (i = notices->expected) < count && i < notices->plan->receive_count; notices->expected++) {
@@ -135,24 +136,24 @@ static int expect_notices(struct notices *notices, int count) {
   return MPI_SUCCESS;
 }
 
-/* MPI no longer writes into the stage for a peer. */
+/* Cancel the receive of a notice, so that MPI no longer writes into the stage for this peer. */
 static void cancel_notice(struct notices *notices, int i) {
   MPI_Status ignored;
   MPI_Request *request = &notices->requests[i % AHEAD];
   if (mpi.Cancel(request) == MPI_SUCCESS)
     mpi.Wait(request, &ignored);
   else
-    notices->held = true;
+    notices->stage_in_use = true;
 }
 
-/* Takes a message that has been matched off the channel; `data`: room for it, or NULL, to drop it. */
+/* Receive a message that has been matched. `data`: room for it, or NULL, to drop it. */
 static ffi_error *take_matched(struct call *c, MPI_Message *message, MPI_Status *status, char *data, int64_t bytes) {
   int code = data != NULL ? receive_bytes(message, data, bytes, status) : message_discard(message, bytes);
   if (code == CODE_NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
   return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
 }
 
-/* Waits for the notice of a peer, which is then in the stage; that has another label if it is longer. */
+/* Wait for the notice of a peer, which is then in the stage. If it is too long, the stage contains another label. */
 static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *status) {
   struct call *c = notices->call;
   if (i < notices->expected) {
@@ -181,7 +182,7 @@ ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, 
   return NULL;
 }
 
-/* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
+/* Receive the message of a peer into the stage, if it is the expected one; otherwise drop it. */
 static ffi_error *receive_planned(struct notices *notices, int i) {
   struct call *c = notices->call;
   const struct peer *peer = &notices->plan->receives[i];
@@ -192,18 +193,18 @@ static ffi_error *receive_planned(struct notices *notices, int i) {
   memcpy(&label, notices->stage + peer->stage, LABEL_BYTES);
   int64_t bytes = message_bytes(&status);
   if (label == expected && bytes == peer->bytes) return NULL;
-  bool its = label == expected;
+  bool of_this_call = label == expected;
   label = ~expected;
   bool announced = bytes == LABEL_BYTES;
   while (announced) {
-    PASS(take_announced(c, peer, its ? notices->stage : NULL, &bytes, &label));
-    announced = its && label != expected; /* what an error has left before it is dropped: the right one follows */
+    PASS(take_announced(c, peer, of_this_call ? notices->stage : NULL, &bytes, &label));
+    announced = of_this_call && label != expected; /* drop what an error has left: the right message follows */
   }
   return label == expected ? NULL : fail_planned(c, peer, bytes);
 }
 
-/* Receives all messages, so that none is left to the next call, and takes them apart: each as it comes, or, where
- * results are not to change if one of them is wrong, at the end. */
+/* Receive all messages, so that none is left to the next call, and unpack them. It unpacks each message when it has
+ * come. If one wrong message must not change the results, it unpacks all of them at the end. */
 static ffi_error *receive_all(struct notices *notices) {
   struct call *c = notices->call;
   char *stage = notices->stage;
@@ -232,9 +233,9 @@ static int send_bytes(struct departures *sent, const char *data, int64_t bytes, 
   struct span span = span_of_bytes(bytes);
   int code = span.code;
   if (code == MPI_SUCCESS) {
-    MPI_Request made;
-    code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(sent->call->comm), &made);
-    if (code == MPI_SUCCESS) sent->handles[sent->count++] = (intptr_t)made;
+    MPI_Request handle;
+    code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(sent->call->comm), &handle);
+    if (code == MPI_SUCCESS) sent->handles[sent->count++] = (intptr_t)handle;
   }
   span_free(&span);
   sent->call->sending = sent->count > 0;
@@ -250,7 +251,7 @@ int send_message(struct departures *sent, const struct peer *peer, const char *m
   return send_bytes(sent, message, peer->bytes, peer->rank, is_announced(peer) ? plans_tag() : notices_tag());
 }
 
-/* Composes and sends all messages. `next`: the pack that is next. Returns an MPI error code. */
+/* Compose and send all messages. `next`: the next pack. Return an MPI error code. */
 static int send_all(struct departures *sent, const struct plan *plan, char *stage, uint64_t label, int *next) {
   struct call *c = sent->call;
   int code = MPI_SUCCESS;
@@ -264,13 +265,13 @@ static int send_all(struct departures *sent, const struct plan *plan, char *stag
   return code;
 }
 
-/* What the plan says. */
+/* Communicates by the plan of the call. */
 static ffi_error *by_plan(struct call *c) {
   const struct plan *plan = plan_of(c);
   PASS(plan_check(c, plan));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
-  bool composed = c->messages != NULL; /* and taken apart, by the transport */
+  bool composed = c->messages != NULL; /* and unpacked, by the transport */
   size_t bytes = composed ? 0 : (size_t)(plan->sent + plan->received) + NOTICE_BYTES;
   size_t handles = (bytes + sizeof(intptr_t) - 1) / sizeof(intptr_t);
   size_t sends = (size_t)(plan->send_count + plan->announced_sends);
@@ -283,7 +284,7 @@ static ffi_error *by_plan(struct call *c) {
   int next = 0, code = MPI_SUCCESS;
   ffi_error *error = NULL;
   if (!composed && !is_in_order_of_queue(c->comm)) code = expect_notices(&notices, AHEAD);
-  if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* what comes is matched all the same */
+  if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* messages are matched all the same */
   code = send_all(&sent, plan, stage, label, &next);
   if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
   if (!composed) {
@@ -291,18 +292,18 @@ static ffi_error *by_plan(struct call *c) {
     plan_fill(c, plan);
     plan_copy_pairs(c, plan);
   }
-  /* Where this rank could not send, others may not have been able to either, and nothing may come. */
+  /* If this rank could not send, other ranks may not have been able to either, and nothing may come. */
   if (code == MPI_SUCCESS) error = call_first(c, error, receive_all(&notices));
   for (int i = 0; i < notices.expected && code != MPI_SUCCESS; i++) cancel_notice(&notices, i);
   c->sending = false;
   for (int i = 0; i < sent.count; i++) {
     MPI_Request request = (MPI_Request)sent.handles[i];
     MPI_Status ignored;
-    int its = mpi.Wait(&request, &ignored);
-    if (its != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", its);
+    int wait_code = mpi.Wait(&request, &ignored);
+    if (wait_code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", wait_code);
   }
   if (error != NULL && !composed) plan_spoil(c, plan);
-  if (!notices.held) scratch_give(scratch);
+  if (!notices.stage_in_use) scratch_give(scratch);
   return error;
 }
 
@@ -320,16 +321,16 @@ ffi_error *BODY(redistribute)(struct call *c) { return by_plan(c); }
 
 int post_send(const struct call *call, intptr_t *request) {
   ARGUMENTS(send, (struct call *)(uintptr_t)call);
-  MPI_Request made;
+  MPI_Request handle;
   struct span in = span_of(b.in->type, b.in->count);
   int code = in.code;
-  if (code == MPI_SUCCESS) code = mpi.Isend(b.in->data, in.count, in.type, (int)a.dest, (int)a.tag, comm, &made);
+  if (code == MPI_SUCCESS) code = mpi.Isend(b.in->data, in.count, in.type, (int)a.dest, (int)a.tag, comm, &handle);
   span_free(&in);
-  if (code == MPI_SUCCESS) *request = (intptr_t)made;
+  if (code == MPI_SUCCESS) *request = (intptr_t)handle;
   return code;
 }
 
-/* Until a message has left its buffer. */
+/* Wait until MPI no longer reads the buffer of a message. */
 ffi_error *BODY(complete)(struct call *c) {
   ARGUMENTS(complete, c);
   (void)b;

@@ -1,4 +1,4 @@
-/* Messages between two ranks. post_send is for others than the bodies: see struct abi. Threads: as there. */
+/* Messages between two ranks. The core calls post_send: see struct abi, also for the threads. */
 #ifndef JAXMPI_MESSAGES_H
 #define JAXMPI_MESSAGES_H
 
@@ -11,20 +11,20 @@
 
 int post_send(const struct call *call, intptr_t *request);
 
-/* The messages of a plan that leave: MPI_Request of each, and how many are under way. */
+/* The messages of a plan that leave: the MPI_Request of each, and how many are under way. */
 struct departures {
   struct call *call;
   intptr_t *handles;
   int count;
 };
 
-/* Labels the message to a peer, of which the rest may be composed later, and sends its notice if that is not itself.
- * Then send_message sends it. They return an MPI error code. */
+/* announce_message labels the message to a peer, and sends the notice if the notice is not the message itself. The rest
+ * of the message may be composed later. Then send_message sends the message. Both return an MPI error code. */
 int announce_message(struct departures *sent, const struct peer *peer, char *message, uint64_t label);
 int send_message(struct departures *sent, const struct peer *peer, const char *message);
 
-/* Receives what a notice has announced: into the stage, unless that is NULL, if it has as many bytes as are expected.
- * Then `label` is its label. */
+/* Receive the message that a notice has announced. If `stage` is not NULL and the message has as many bytes as
+ * expected, it is received into the stage, and `label` is set. Otherwise it is dropped. */
 ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes, uint64_t *label);
 
 #endif

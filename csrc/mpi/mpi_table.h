@@ -1,10 +1,10 @@
-/* The MPI library in one ABI: its types, its constants, its functions.
+/* The MPI library in one ABI: types, constants and functions.
  *
- * Included only by the sources that are compiled once per ABI, with ABI_HEADER naming the header in mpi/abi/. No mpi.h
- * is used: the library is the one that mpi4py has loaded, and its functions are looked up by name.
+ * Only the sources that are compiled once per ABI include this file. There, ABI_HEADER names the header in mpi/abi/. No
+ * mpi.h is used: the library is the one that mpi4py has loaded, and the functions are looked up by name.
  *
- * Threads: `mpi` is filled once, at import under the GIL, then read by all threads. Whoever calls a function of it
- * while runtime.serialize is set holds runtime.lock, except at import and for Error_string and Error_class.
+ * Threads: `mpi` is filled once, at import under the GIL. Then all threads read it. While runtime.serialize is set, the
+ * caller of a function holds runtime.lock, except at import and for Error_string and Error_class.
  */
 #ifndef JAXMPI_MPI_TABLE_H
 #define JAXMPI_MPI_TABLE_H

@@ -1,7 +1,7 @@
-/* The reductions that are ours: those of float16 and bfloat16, which MPI does not have (each step is computed in float
- * and rounded once); and sums of 8- and 16-bit integers, modulo a power of two as in NumPy: those of Open MPI, in the
- * vector instructions of x86, end at the greatest number, but for the elements that are left over. And MAX and MIN of
- * float32 and float64, in which NaN wins as in NumPy: in those of MPI libraries it gets lost at some places. */
+/* Our own reductions. MPI does not have float16 and bfloat16: each step is computed in float and rounded once. Sums of
+ * 8- and 16-bit integers are modulo a power of two, as in NumPy: in the vector instructions of x86, Open MPI's sums end
+ * at the greatest number, except for the elements that are left over. In MAX and MIN of float32 and float64 NaN wins,
+ * as in NumPy: MPI libraries lose it at some places. */
 #include "mpi/own.h"
 
 #include "base/combine.h"
@@ -27,7 +27,7 @@
 REDUCTIONS(float16)
 REDUCTIONS(bfloat16)
 
-/* In the type of the elements itself. */
+/* A reduction in the type of the elements. */
 #define DIRECTLY(type, name, combine)                                                    \
   static void type##_##name(void *in, void *inout, int *count, MPI_Datatype *datatype) { \
     const type *x = in;                                                                  \
@@ -36,7 +36,7 @@ REDUCTIONS(bfloat16)
     for (int i = 0; i < *count; i++) y[i] = (type)(combine(x[i], y[i]));                 \
   }
 
-DIRECTLY(uint8_t, sum, ADD) /* of the signed ones too: the bits are the same */
+DIRECTLY(uint8_t, sum, ADD) /* also for signed integers: the bits are the same */
 DIRECTLY(uint16_t, sum, ADD)
 DIRECTLY(float, max, LARGER)
 DIRECTLY(float, min, SMALLER)

@@ -1,5 +1,4 @@
-/* The reductions that are ours, where those of MPI are missing or differ. Threads: MPI calls them in the thread of an
- * MPI call. */
+/* Our own reductions, where MPI's are missing or differ. Threads: MPI calls them in the thread of an MPI call. */
 #ifndef JAXMPI_OWN_H
 #define JAXMPI_OWN_H
 
@@ -7,7 +6,7 @@
 
 #define own_reductions ABI_LOCAL(own_reductions)
 
-/* Our element-wise reductions of a dtype, in the order SUM, PROD, MAX, MIN; NULL: MPI's is used. */
+/* Our own element-wise reductions of a dtype, in the order SUM, PROD, MAX, MIN. NULL: MPI's is used. */
 struct own_reductions {
   const char *dtype; /* NULL at the end of the list */
   MPI_User_function *functions[4];

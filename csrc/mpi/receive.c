@@ -28,15 +28,15 @@ int message_discard(MPI_Message *message, int64_t bytes) {
   return code;
 }
 
-/* The error for a message of `sent` bytes that does not fit the template; NULL if the last message of a pytree will
- * tell. `code`: of its removal from the channel; `by_status`: the user passes a status; `label`: NULL if it has none.
- */
+/* Return the error for a message of `sent` bytes that does not fit the template; NULL if the last message of a pytree
+ * will report it. `code`: of the message's removal from the channel; `by_status`: the user passes a status; `label`:
+ * NULL if the message has none. */
 static ffi_error *misfit(const struct call *call, const struct buffer *out, int64_t sent, const MPI_Status *status,
                          int code, bool by_status, const struct label *label) {
   int64_t width = (int64_t)out->type->bytes, expected = out->count * width;
   bool longer = sent > expected;
-  const char *what = sent < 0 ? "has a size that MPI cannot tell" : longer ? "would be truncated" : "is too short";
-  const char *then = code == MPI_SUCCESS ? "dropped" : "left unreceived, for it could not be taken off the channel";
+  const char *what = sent < 0 ? "has a size that MPI does not know" : longer ? "would be truncated" : "is too short";
+  const char *then = code == MPI_SUCCESS ? "dropped" : "left unreceived: it could not be taken off the channel";
   return call_fail_dropped(
       call, out,
       "the message from rank %d with tag %d%s%.200s has %" PRId64 " bytes (%" PRId64
@@ -50,7 +50,7 @@ static ffi_error *misfit(const struct call *call, const struct buffer *out, int6
       advice_on_vmap(sent, expected));
 }
 
-/* Drops a message that does not fit the template; returns the error. */
+/* Drop a message that does not fit the template. Return the error. */
 static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Message *message, const MPI_Status *status,
                          bool by_status) {
   int64_t sent = message_bytes(status);
@@ -59,7 +59,7 @@ static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Messag
   return misfit(call, out, sent, status, code, by_status, NULL);
 }
 
-/* What remains once a message of `count` elements is in the template. */
+/* Finish a template that contains a message of `count` elements. */
 static inline ffi_error *finish_template(struct call *call, const struct buffer *out, int64_t count,
                                          const MPI_Status *status, MPI_Status *users) {
   if (users != NULL) *users = *status;
@@ -68,7 +68,7 @@ static inline ffi_error *finish_template(struct call *call, const struct buffer 
   return NULL;
 }
 
-/* Puts a message, which has been received, into the template, if it is of its dtype and fits. */
+/* Put a received message into the template, if it has the same dtype and fits. */
 static ffi_error *unpack(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
                          MPI_Status *status, MPI_Status *users) {
   const struct label *label = label_find(data, bytes);
@@ -141,8 +141,8 @@ ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t b
   return call_fail(
       c, FFI_FAILED_PRECONDITION,
       "rank %d has sent something else (%" PRId64 " bytes, where %" PRId64
-      " of this call were expected). All ranks must make the same calls in the same order: with arrays of the same "
-      "dtypes, of one and the same global shape each, and the same arguments; what jax.vmap maps on one rank must be "
-      "mapped on all. JAXMPI_CHECK=1 tells where they differ, before anything is sent",
+      " of this call were expected). All ranks must make the same calls in the same order, with arrays of the same "
+      "dtypes and global shapes, and the same arguments. What jax.vmap maps on one rank must be mapped on all. "
+      "JAXMPI_CHECK=1 reports where they differ, before anything is sent",
       peer->rank, bytes, peer->bytes);
 }

@@ -1,11 +1,11 @@
-/* Reductions to one rank of a part of a vector, by which longer ones than MPI takes are put together. Threads: those
- * that call bodies; no lock is taken. */
+/* Reductions of a part of a vector to one rank. Reductions that are too long for MPI are put together from them.
+ * Threads: those that call bodies; no lock is taken. */
 #ifndef JAXMPI_REDUCE_TO_H
 #define JAXMPI_REDUCE_TO_H
 
 #include "mpi/bodies.h"
 
-/* Reduces the elements of `in` from `first` on to `out` of the rank `root`. */
+/* Reduce the elements of `in` from `first` on to `out` of the rank `root`. */
 static inline ffi_error *reduce_to(struct call *c, int root, const struct buffer *in, int64_t first, int64_t elements,
                                    void *out, MPI_Op op) {
   c->function = "MPI_Reduce";

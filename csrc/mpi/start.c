@@ -1,8 +1,8 @@
-/* The bodies of what starts an operation: see requests/table.h. Compiled once per ABI. */
+/* The bodies that start operations: see requests/table.h. Compiled once per ABI. */
 #include "mpi/complete.h"
 #include "mpi/messages.h"
 
-/* The error of MPI for a request that could not be started as a whole. */
+/* End a request that MPI could not start completely. Return the error. */
 static ffi_error *fail_start(struct call *c, struct request *request, int code) {
   ffi_error *error = call_fail_mpi(c, code);
   complete_handles(request);
@@ -10,36 +10,36 @@ static ffi_error *fail_start(struct call *c, struct request *request, int code) 
   return error;
 }
 
-/* From here on it can be waited for. `moved`: bytes under way. */
+/* Begin a request: it can be waited for from now on. `moved`: bytes under way. */
 static ffi_error *begin_request(struct call *c, struct request *request, const struct buffer *id, int64_t moved) {
   request_begin(request, id, moved);
   c->timeline.request = request_number(request);
   return NULL;
 }
 
-/* Notes what a call of MPI has started: the error for its code, or NULL. */
-static ffi_error *begin_with(struct call *c, struct request *request, int code, MPI_Request made) {
+/* Note the operation that a call of MPI has started. Return the error for `code`, or NULL. */
+static ffi_error *begin_with(struct call *c, struct request *request, int code, MPI_Request handle) {
   if (code != MPI_SUCCESS) return fail_start(c, request, code);
-  request->handles[request->handle_count++] = (intptr_t)made;
+  request->handles[request->handle_count++] = (intptr_t)handle;
   return NULL;
 }
 
-/* Starts by one call of MPI on a span, which is freed, and begins the request. */
+/* Starts an operation by one call of MPI on a span, frees the span, and begins the request. */
 #define BEGIN_WITH(call, request, id, span, moved, expression) \
   do {                                                         \
-    MPI_Request made;                                          \
+    MPI_Request handle;                                        \
     int code_ = (span).code;                                   \
     if (code_ == MPI_SUCCESS) code_ = (expression);            \
     span_free(&(span));                                        \
-    PASS(begin_with(call, request, code_, made));              \
+    PASS(begin_with(call, request, code_, handle));            \
     return begin_request(call, request, id, moved);            \
   } while (0)
 
-/* A request with a copy of `in`, which becomes the result. */
+/* Make a request with a copy of `in`. The copy becomes the result. */
 static ffi_error *request_with_copy(struct call *c, const struct buffer *id, const struct buffer *in, size_t more,
-                                    int handles, struct request **made) {
-  PASS(request_new(c, id, buffer_bytes(in) + more + 1, handles, 0, made));
-  struct request *request = *made;
+                                    int handles, struct request **request_out) {
+  PASS(request_new(c, id, buffer_bytes(in) + more + 1, handles, 0, request_out));
+  struct request *request = *request_out;
   if (in->count > 0) memcpy(request->data, in->data, buffer_bytes(in));
   request->type = in->type, request->count = in->count, request->result = request->data;
   return NULL;
@@ -63,10 +63,10 @@ ffi_error *BODY(iallreduce)(struct call *c) {
   struct request *request;
   PASS(request_with_copy(c, b.request, b.in, 0, chunk_count(b.in->count), &request));
   FOR_CHUNKS(c, b.in->count, i, n) {
-    MPI_Request made;
+    MPI_Request handle;
     void *data = request->data + (size_t)i * b.in->type->bytes;
-    int code = mpi.Iallreduce(ABI_IN_PLACE, data, (int)n, element(b.in->type), handle_of(a.op), comm, &made);
-    PASS(begin_with(c, request, code, made));
+    int code = mpi.Iallreduce(ABI_IN_PLACE, data, (int)n, element(b.in->type), handle_of(a.op), comm, &handle);
+    PASS(begin_with(c, request, code, handle));
   }
   return begin_request(c, request, b.request, (int64_t)buffer_bytes(b.in));
 }
@@ -81,11 +81,11 @@ ffi_error *BODY(ireduce)(struct call *c) {
   PASS(request_with_copy(c, b.request, b.in, root ? 0 : bytes, chunk_count(b.in->count), &request));
   if (!root) memset(request->result = request->data + bytes, 0, bytes);
   FOR_CHUNKS(c, b.in->count, i, n) {
-    MPI_Request made;
+    MPI_Request handle;
     void *data = request->data + (size_t)i * b.in->type->bytes;
     int code = mpi.Ireduce(root ? ABI_IN_PLACE : data, root ? data : NULL, (int)n, element(b.in->type), handle_of(a.op),
-                           (int)a.root, comm, &made);
-    PASS(begin_with(c, request, code, made));
+                           (int)a.root, comm, &handle);
+    PASS(begin_with(c, request, code, handle));
   }
   return begin_request(c, request, b.request, (int64_t)bytes);
 }
@@ -100,7 +100,7 @@ ffi_error *BODY(ialltoall)(struct call *c) {
   request->result = request->data + bytes;
   struct span s = span_of(b.in->type, b.in->count / c->comm->size);
   BEGIN_WITH(c, request, b.request, s, (int64_t)bytes,
-             mpi.Ialltoall(request->data, s.count, s.type, request->result, s.count, s.type, comm, &made));
+             mpi.Ialltoall(request->data, s.count, s.type, request->result, s.count, s.type, comm, &handle));
 }
 
 ffi_error *BODY(ibarrier)(struct call *c) {
@@ -109,9 +109,9 @@ ffi_error *BODY(ibarrier)(struct call *c) {
   BEGIN(c, Ibarrier, "with");
   struct request *request;
   PASS(request_new(c, b.request, 0, 1, 0, &request));
-  MPI_Request made;
-  int code = mpi.Ibarrier(comm, &made);
-  PASS(begin_with(c, request, code, made));
+  MPI_Request handle;
+  int code = mpi.Ibarrier(comm, &handle);
+  PASS(begin_with(c, request, code, handle));
   return begin_request(c, request, b.request, 0);
 }
 
@@ -130,7 +130,7 @@ ffi_error *BODY(ibcast)(struct call *c) {
   request->type = data.type, request->count = a.count, request->result = request->data;
   struct span s = span_of(data.type, a.count);
   BEGIN_WITH(c, request, b.request, s, (int64_t)buffer_bytes(&data),
-             mpi.Ibcast(request->data, s.count, s.type, (int)a.root, comm, &made));
+             mpi.Ibcast(request->data, s.count, s.type, (int)a.root, comm, &handle));
 }
 
 ffi_error *BODY(isend)(struct call *c) {
@@ -146,13 +146,13 @@ ffi_error *BODY(isend)(struct call *c) {
   if (b.in->count > 0) memcpy(request->data + front, b.in->data, buffer_bytes(b.in));
   struct span s = c->labelled ? span_of_bytes((int64_t)bytes) : span_of(b.in->type, b.in->count);
   BEGIN_WITH(c, request, b.request, s, (int64_t)bytes,
-             mpi.Isend(request->data, s.count, s.type, (int)a.dest, (int)a.tag, comm, &made));
+             mpi.Isend(request->data, s.count, s.type, (int)a.dest, (int)a.tag, comm, &handle));
 }
 
 static ffi_error *need_threads(const struct call *c) {
   if (!runtime.serialize) return NULL;
   return call_fail(c, FFI_UNIMPLEMENTED,
-                   "messages are expected by a thread of the library's, which needs MPI_THREAD_MULTIPLE: leave "
+                   "this needs MPI_THREAD_MULTIPLE, because a background thread receives the messages. Leave "
                    "mpi4py.rc.thread_level at 'multiple', or receive with recv. Nothing was sent");
 }
 
@@ -175,7 +175,8 @@ ffi_error *BODY(irecv)(struct call *c) {
   return begin_request(c, request, b.request, bytes);
 }
 
-/* The receives of a plan's notices, and behind them those of what they announce. `labels`: memory for those notices. */
+/* Fills in the receives of a plan's notices, and behind them the receives of the messages that notices announce.
+ * `labels`: memory for these notices. */
 static void expect_messages(struct call *c, struct request *request, const struct plan *plan, char *labels) {
   struct receive *announced = &request->receives[plan->receive_count];
   for (int i = 0; i < plan->receive_count; i++) {
@@ -190,7 +191,7 @@ static void expect_messages(struct call *c, struct request *request, const struc
   }
 }
 
-/* The messages of a plan: those to send leave at once, receives are posted for the others. */
+/* Start the messages of a plan: send them, and post the receives. */
 ffi_error *BODY(exchange_start)(struct call *c) {
   ARGUMENTS(exchange_start, c);
   const struct plan *plan = object_of(a.plan);

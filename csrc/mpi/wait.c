@@ -1,4 +1,4 @@
-/* The bodies of what waits for requests. Compiled once per ABI. */
+/* The bodies that wait for requests. Compiled once per ABI. */
 #include <sched.h>
 
 #include "execute/agreement.h"
@@ -15,16 +15,16 @@ static int64_t bytes_of(struct receive *receive) { return message_bytes(status_o
 
 static ffi_error *fail_forgotten(const struct call *c) {
   return call_fail(c, FFI_FAILED_PRECONDITION,
-                   "the communicator was freed before the message had come, which is no longer expected. Wait first");
+                   "the communicator was freed before the message came, so nothing receives it any more. Wait first");
 }
 
-/* The message of irecv. */
+/* Finish an irecv. */
 static ffi_error *finish_receive(struct call *c, struct request *request, const struct buffer *out) {
   struct receive *receive = &request->receives[0];
   MPI_Message message;
   MPI_Status status;
   if (receive->source == ABI_PROC_NULL) return call_zero(c, out->data, buffer_bytes(out));
-  if (receive->exclusive) { /* nobody else looks for messages */
+  if (receive->exclusive) { /* no other thread polls for messages */
     TRY_MPI(c, Mprobe, receive->source, receive->tag, handle_of_comm(c->comm), &message, &status);
     if (receive_accepts(receive, status.MPI_TAG)) return receive_matched(c, out, &message, &status);
     PASS(add_unexpected(c, message, &status));
@@ -33,7 +33,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   PASS(fail_noted(c, request));
   if (!received) return fail_forgotten(c);
   if (receive->state == RECEIVE_MATCHED) {
-    message = (MPI_Message)receive->found.handle;
+    message = (MPI_Message)receive->info.handle;
     return receive_matched(c, out, &message, status_of(receive));
   }
   c->timeline.from = status_of(receive)->MPI_SOURCE;
@@ -43,16 +43,16 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   return NULL;
 }
 
-/* Receives what has been matched into the memory of its receive, or drops it if it is of another size. */
+/* Receive a matched message into the memory of the receive, or drop it if the size is another. */
 static void take_planned(struct request *request, struct receive *receive, int64_t bytes) {
-  MPI_Message message = (MPI_Message)receive->found.handle;
+  MPI_Message message = (MPI_Message)receive->info.handle;
   int code = bytes == receive->bytes ? receive_bytes(&message, receive->memory, bytes, status_of(receive))
                                      : message_discard(&message, bytes);
   note_code(request, "MPI_Mrecv", code);
 }
 
-/* Receives a message of a plan, of which there is one. Whether it is the one that is expected; `bytes`: how many it
- * has, -1 if none will ever come. */
+/* Receive one message of a plan. Return whether it is the expected one. `bytes`: how many bytes it has, -1 if it will
+ * never come. */
 static bool finish_message(struct request *request, struct receive *receive, uint64_t expected, int64_t *bytes) {
   uint64_t label = ~expected;
   *bytes = complete_receive(request, receive) ? bytes_of(receive) : -1;
@@ -61,8 +61,8 @@ static bool finish_message(struct request *request, struct receive *receive, uin
   return label == expected;
 }
 
-/* Receives what a peer has sent, and the message that its notice announces. `announced`: the receive for that; NULL:
- * there is to be none. As finish_message. */
+/* Receive the notice of a peer, and the message that the notice announces. `announced`: the receive for this message;
+ * NULL: the plan expects none. The rest is as in finish_message. */
 static ffi_error *finish_peer(struct call *c, struct request *request, const struct peer *peer, struct receive *notice,
                               struct receive *announced, int64_t *bytes, bool *right) {
   const uint64_t expected = label_to(peer, request->label);
@@ -76,7 +76,7 @@ static ffi_error *finish_peer(struct call *c, struct request *request, const str
   return NULL;
 }
 
-/* The messages of a plan: all of them, so that none is left to the next call. */
+/* Receive the messages of a plan: all of them, so that none is left to the next call. */
 static ffi_error *finish_planned(struct call *c, struct request *request, const struct plan *plan) {
   const struct peer *other = NULL; /* the first that has sent something else */
   int64_t others_bytes = 0;
@@ -97,25 +97,25 @@ static ffi_error *finish_planned(struct call *c, struct request *request, const 
   return error == NULL && other != NULL ? fail_planned(c, other, others_bytes) : error;
 }
 
-/* Receives messages that nobody wants any more, so that they are not left to the next call. */
+/* Receive and drop the messages of a request, so that they are not left to the next call. */
 static void drop_messages(struct request *request) {
   for (int i = 0; i < request->receive_count; i++) {
     struct receive *receive = &request->receives[i];
     if (!complete_receive(request, receive) || receive->state != RECEIVE_MATCHED) continue;
-    MPI_Message message = (MPI_Message)receive->found.handle;
+    MPI_Message message = (MPI_Message)receive->info.handle;
     message_discard(&message, bytes_of(receive));
   }
 }
 
-/* What comes out of a request. */
+/* Write the result of a request. */
 static ffi_error *finish_request(struct call *c, struct request *request, const struct buffer *out) {
   if (request->receive_count > 0) return finish_receive(c, request, out);
   if (request->result != NULL && out->count > 0) memcpy(out->data, request->result, buffer_bytes(out));
   return NULL;
 }
 
-/* What comes out of a request that no batch maps, for a wait that a batch maps: the same result for each of the batch.
- */
+/* Write the result of a request that no batch maps, for a wait that a batch maps: the same result for each of the
+ * batch. */
 static ffi_error *finish_batch(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
   struct buffer one = {NULL, request->count, request->type, ROLE_WRITE};
   int64_t rows = request->operation->row == ROW_ialltoall ? c->comm->size : 1;
@@ -132,7 +132,8 @@ static ffi_error *finish_batch(struct call *c, struct request *request, const st
   return error;
 }
 
-/* What ranks have started differently may never be done: the error, if that is heard meanwhile. */
+/* If the ranks have started different operations, these may never end. Compare the starts while the handles of a
+ * request are under way. Return the error that a comparison reports, or NULL. */
 static ffi_error *compare_while_under_way(struct call *c, struct request *request) {
   ffi_error *error = NULL;
   for (int i = 0; i < request->handle_count && error == NULL; i++)
@@ -143,7 +144,7 @@ static ffi_error *compare_while_under_way(struct call *c, struct request *reques
   return error;
 }
 
-/* Waits for one request. `out`: NULL without a result. */
+/* Wait for one request. `out`: NULL without a result. */
 static ffi_error *wait_for(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
   int64_t count = out != NULL ? out->count : 0;
   bool planned = attribute_of(request->operation, KIND_PLAN) >= 0;
@@ -151,7 +152,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   struct own_words own = call_speak_for(c, request);
   struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   ffi_error *error = compare_while_under_way(c, request);
-  if (error != NULL) return watchdog_end(record), call_speak_again(c, own), error; /* MPI still has its memory */
+  if (error != NULL) return watchdog_end(record), call_speak_again(c, own), error; /* MPI still has the memory */
   complete_handles(request);
   bool compared = attribute_of(request->operation, KIND_DERIVATIVE) >= 0;
   if ((error = compare_started(c, request->comm, compared)) == NULL) error = fail_noted(c, request);
@@ -177,7 +178,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   return error;
 }
 
-/* All requests are waited for, also after an error. */
+/* Wait for all requests, also after an error. */
 ffi_error *BODY(wait)(struct call *c) {
   ARGUMENTS(wait, c);
   BEGIN(c, Wait, "with");
@@ -191,11 +192,11 @@ ffi_error *BODY(wait)(struct call *c) {
     bool has_result = requests == 1     ? outs == 1
                       : request != NULL ? request->type != NULL
                                         : a.zero > 0 && i < 62 && (a.zero >> (i + 1) & 1) != 0;
-    const struct buffer *its = has_result && out < end ? out++ : NULL;
+    const struct buffer *result = has_result && out < end ? out++ : NULL;
     if (request != NULL)
-      error = wait_for(c, request, its, id->count / 2);
-    else if (error == NULL && its != NULL)
-      error = call_zero(c, its->data, buffer_bytes(its));
+      error = wait_for(c, request, result, id->count / 2);
+    else if (error == NULL && result != NULL)
+      error = call_zero(c, result->data, buffer_bytes(result));
     bool failed = error != NULL;
     first = call_first(c, first, error);
     if (i + 1 < requests) timeline_next(c, failed);
@@ -203,15 +204,15 @@ ffi_error *BODY(wait)(struct call *c) {
   return first;
 }
 
-/* `error`: what is known to be wrong with it; then its messages are dropped. */
+/* `error`: an error that is known already. Then the messages are dropped. */
 static ffi_error *wait_for_planned(struct call *c, struct request *request, ffi_error *error) {
   struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   struct own_words own = call_speak_for(c, request);
   complete_handles(request);
   if (error == NULL) error = request_check_order(c, request);
-  int its = attribute_of(request->operation, KIND_PLAN); /* what was started may be of another plan */
-  if (its >= 0)
-    error = call_first(c, error, finish_planned(c, request, object_of(request->attributes[its])));
+  int at_plan = attribute_of(request->operation, KIND_PLAN); /* the request may be of another plan */
+  if (at_plan >= 0)
+    error = call_first(c, error, finish_planned(c, request, object_of(request->attributes[at_plan])));
   else
     drop_messages(request);
   call_speak_again(c, own);
@@ -226,7 +227,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   ffi_error *error;
   struct request *request = request_take(c, b.request, a.zero, &error);
   if (error != NULL) return error;
-  struct call arrays; /* as the plan knows them: operands, then results */
+  struct call arrays; /* with the arrays as the plan knows them: operands, then results */
   call_copy(&arrays, c);
   struct buffer *first = &arrays.buffers[c->first[1]];
   memmove(first, first + 1, (size_t)(c->buffer_count - c->first[2]) * sizeof *first);

@@ -56,8 +56,8 @@ void summary_describe(struct text *text, const int64_t summary[SUMMARY_WORDS]) {
   int64_t elements = summary[SUMMARY_COUNT];
   if (type == NULL) type = array_not_passed(operation, &summary[SUMMARY_ATTRIBUTES], &elements);
   bool outside = operation->row == ROW_outside;
-  const struct outside_attributes *given = (const void *)&summary[SUMMARY_ATTRIBUTES];
-  text_add(text, "%s", outside ? (const char *)object_of(given->text) : operation->name);
+  const struct outside_attributes *outside_words = (const void *)&summary[SUMMARY_ATTRIBUTES];
+  text_add(text, "%s", outside ? (const char *)object_of(outside_words->text) : operation->name);
   if (type != NULL) text_add(text, " of %" PRId64 " %s", elements, type->name);
   for (int i = 0; i < operation->attribute_count; i++) {
     int64_t value = summary[SUMMARY_ATTRIBUTES + i];
@@ -78,8 +78,8 @@ static bool may_be_traced(const int64_t summary[SUMMARY_WORDS], int i) {
          (kind == KIND_RANK || kind == KIND_TAG);
 }
 
-/* Calls in chunks have other counts than their sites, and ranks and tags may be TRACED there; so these are found
- * without them. */
+/* Calls in chunks have other counts than their sites, and ranks and tags may be TRACED in a site. So buckets do not
+ * depend on them. */
 static size_t bucket_of(const int64_t summary[SUMMARY_WORDS]) {
   uint64_t hash = HASH_START;
   for (int i = 0; i < SUMMARY_WORDS; i++)
@@ -87,7 +87,7 @@ static size_t bucket_of(const int64_t summary[SUMMARY_WORDS]) {
   return hash_fold(hash, 32) % BUCKETS;
 }
 
-/* Whether the site makes such calls. */
+/* Return whether the site makes calls with this summary. */
 static bool site_makes(const int64_t *site, const int64_t *summary, bool in_count_too) {
   for (int i = 0; i < SUMMARY_WORDS; i++)
     if (site[i] != summary[i] && (i != SUMMARY_COUNT || in_count_too) &&
@@ -106,27 +106,27 @@ bool call_site_add(int row, const int64_t attributes[], int type, int64_t count,
   struct call_site *_Atomic *bucket = &sites[bucket_of(summary)];
   for (struct call_site *site = atomic_load(bucket); site != NULL; site = site->next)
     if (site_makes(site->summary, summary, true) && strcmp(site->text, text) == 0) return true;
-  struct call_site *made = malloc(sizeof *made + strlen(text) + 1);
-  if (made == NULL) return false;
-  memcpy(made->summary, summary, sizeof summary);
-  memcpy(made->text, text, strlen(text) + 1);
-  made->next = atomic_load(bucket); /* the GIL is held: nobody else adds */
-  atomic_store(bucket, made);
+  struct call_site *site = malloc(sizeof *site + strlen(text) + 1);
+  if (site == NULL) return false;
+  memcpy(site->summary, summary, sizeof summary);
+  memcpy(site->text, text, strlen(text) + 1);
+  site->next = atomic_load(bucket); /* the GIL is held: no other thread adds */
+  atomic_store(bucket, site);
   return true;
 }
 
 int call_sites_of(const int64_t summary[SUMMARY_WORDS], const char *texts[MOST_CALL_SITES]) {
-  int found = 0;
+  int count = 0;
   int least = summary_comm(summary)->chunk > 0 ? 0 : 1; /* calls in chunks have other counts */
-  for (int exact = 1; exact >= least && found == 0; exact--)
+  for (int exact = 1; exact >= least && count == 0; exact--)
     for (struct call_site *site = atomic_load(&sites[bucket_of(summary)]); site != NULL; site = site->next)
-      if (site_makes(site->summary, summary, exact) && found++ < MOST_CALL_SITES) texts[found - 1] = site->text;
-  return found;
+      if (site_makes(site->summary, summary, exact) && count++ < MOST_CALL_SITES) texts[count - 1] = site->text;
+  return count;
 }
 
 void summary_add_call_sites(struct text *text, const char *before, const int64_t summary[SUMMARY_WORDS]) {
   const char *texts[MOST_CALL_SITES];
-  int found = call_sites_of(summary, texts), more = found - MOST_CALL_SITES;
-  for (int i = 0; i < found && i < MOST_CALL_SITES; i++) text_add(text, "%s%s", i == 0 ? before : " or ", texts[i]);
+  int count = call_sites_of(summary, texts), more = count - MOST_CALL_SITES;
+  for (int i = 0; i < count && i < MOST_CALL_SITES; i++) text_add(text, "%s%s", i == 0 ? before : " or ", texts[i]);
   if (more > 0) text_add(text, " or %d more line%s", more, more > 1 ? "s" : "");
 }

@@ -12,14 +12,14 @@
 #include "core/private.h"
 #include "observe/summary.h"
 
-/* An operation. The writer may read it once `block.count` is beyond it; all before `end`, once `begin` is not 0. */
+/* An operation. The writer may read it when `block.count` is beyond it; all before `end` when `begin` is not 0. */
 struct event {
   int64_t summary[SUMMARY_WORDS];
   int64_t sent, received; /* bytes that this rank passes to the operation, and takes from it */
   _Atomic int64_t begin;  /* nanoseconds of the monotonic clock */
   int64_t end;
-  int64_t request; /* that was started or waited for, 0 without one */
-  int from, tag;   /* of the message received */
+  int64_t request; /* the request that was started or waited for; 0 without one */
+  int from, tag;   /* of the received message */
   bool failed;
 };
 
@@ -37,10 +37,10 @@ struct track {
   struct block *_Atomic first; /* set by the thread, read by the writer */
   /* Used by the thread alone: */
   struct block *filled;      /* the last block */
-  const struct call *inside; /* the call that is being recorded. One inside it, of a reduction in Python, is not */
+  const struct call *inside; /* the recorded call. A call inside it, of a reduction in Python, is not recorded */
   struct event *event;       /* of that call; NULL: left out */
   /* Used by the writer alone: */
-  struct block *written; /* the block that it is at */
+  struct block *written; /* the block that is being written */
   int done;              /* events of this block that have been written */
   bool begun;            /* the beginning of the next event has been written */
 };
@@ -50,7 +50,7 @@ static struct thread_records records;
 static _Thread_local struct track *own;
 static atomic_int blocks;
 static atomic_uint_least64_t lost;
-static atomic_bool full; /* after the first that was left out all are: what is there has no gaps */
+static atomic_bool full; /* set when one event is left out: then all further ones are, so that there are no gaps */
 
 static int64_t nanoseconds_now(void) {
   struct timespec time;
@@ -58,7 +58,7 @@ static int64_t nanoseconds_now(void) {
   return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* --- what threads that communicate do -------------------------------------------------------------------------- */
+/* --- in threads that communicate -------------------------------------------------------------------------------- */
 
 static struct block *make_block(void) {
   struct block *block = NULL;
@@ -67,19 +67,20 @@ static struct block *make_block(void) {
   return block;
 }
 
-/* A place for the next event of this thread; NULL: there is none. */
+/* Return the place for the next event of this thread; NULL: there is none. */
 static struct event *next_event(struct track *track) {
   struct block *block = track->filled;
   int count = block != NULL ? atomic_load_explicit(&block->count, memory_order_relaxed) : EVENTS;
   if (count < EVENTS) return &block->events[count];
-  struct block *made = make_block();
-  if (made == NULL) return NULL;
-  atomic_store_explicit(block != NULL ? &block->next : &track->first, made, memory_order_release);
-  track->filled = made; /* from now on the writer may free the other */
-  return &made->events[0];
+  struct block *fresh = make_block();
+  if (fresh == NULL) return NULL;
+  atomic_store_explicit(block != NULL ? &block->next : &track->first, fresh, memory_order_release);
+  track->filled = fresh; /* from now on the writer may free the block before */
+  return &fresh->events[0];
 }
 
-/* With a plan: of its messages, which are parts of the buffers. Of what is waited for: at its start. */
+/* Add the bytes of a call. With a plan: of the messages, which are parts of the buffers. Of a request: at its start.
+ */
 static void add_bytes(struct event *event, const struct call *call) {
   const struct plan *plan = plan_of(call);
   int64_t count = 0;
@@ -139,7 +140,7 @@ bool timeline_begin(const struct call *call) {
 void timeline_next(struct call *call, bool failed) {
   if (own == NULL || own->inside != call || own->event == NULL) return;
   int64_t summary[SUMMARY_WORDS];
-  memcpy(summary, own->event->summary, sizeof summary); /* those of the call may be what it waits for by now */
+  memcpy(summary, own->event->summary, sizeof summary); /* the call may already have the words of a request */
   end_event(own, call, failed);
   call->timeline.from = -1, call->timeline.request = 0;
   begin_event(own, call, summary, SUMMARY_WORDS);
@@ -150,7 +151,7 @@ void timeline_end(const struct call *call, bool failed) {
   own->inside = NULL;
 }
 
-/* --- what the writer does ---------------------------------------------------------------------------------------- */
+/* --- in the writer ---------------------------------------------------------------------------------------------- */
 
 static struct {
   int file;
@@ -163,17 +164,17 @@ static struct {
   atomic_bool broken;
   size_t length;
   char text[1 << 16]; /* lines that are not in the file yet */
-  struct text line;   /* the next one, of any length: it holds names that the program gives */
+  struct text line;   /* the next line, of any length: it contains names that the program gives */
 } writer = {.line = {.grows = true}, .file = -1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
-/* Whole lines at once: notes may come between. Returns an error number; 0. */
+/* Write whole lines at once, because notes may come between. Return an error number, or 0. */
 static int put_in_file(const char *text, size_t length) {
   while (length > 0) {
     if (writer.broken) return EIO;
     ssize_t written = write(writer.file, text, length);
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) {
-      writer.broken = true; /* the file may end within a line, and must not go on there */
+      writer.broken = true; /* the file may end within a line: nothing more is written */
       return errno;
     }
     text += written;
@@ -208,7 +209,7 @@ static void put_line(const struct text *line) {
   writer.length += line->length;
 }
 
-/* What stands in a string of JSON, and may be any bytes of a file's name. */
+/* Add the contents of a JSON string. They may be any bytes of a file's name. */
 static void add_json(struct text *line, const char *string) {
   while (*string != '\0') {
     size_t plain = 0;
@@ -229,13 +230,13 @@ static void add_string(struct text *line, const char *name, const char *string) 
 
 static void add_sites(struct text *line, const int64_t summary[SUMMARY_WORDS]) {
   const char *texts[MOST_CALL_SITES];
-  int found = call_sites_of(summary, texts), more = found - MOST_CALL_SITES;
-  for (int i = 0; i < found && i < MOST_CALL_SITES; i++) {
+  int count = call_sites_of(summary, texts), more = count - MOST_CALL_SITES;
+  for (int i = 0; i < count && i < MOST_CALL_SITES; i++) {
     text_add(line, i == 0 ? ",\"line\":\"" : " or ");
     add_json(line, texts[i]);
   }
   if (more > 0) text_add(line, " or %d more line%s", more, more > 1 ? "s" : "");
-  if (found > 0) text_add(line, "\"");
+  if (count > 0) text_add(line, "\"");
 }
 
 static void add_attribute(struct text *line, const struct event *event, int index) {
@@ -284,7 +285,7 @@ static void add_arguments(struct text *line, const struct event *event, bool com
   text_add(line, "}");
 }
 
-/* One line. Phases: B, its beginning, for one that takes long; then E, its end; otherwise X, both. */
+/* Write the line of an event. Phases: B, the beginning of a long event, and later E, the end; otherwise X, both. */
 static void put_event(const struct event *event, int track, char phase) {
   struct text *line = &writer.line;
   int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire), at = phase == 'E' ? event->end : begin;
@@ -298,9 +299,9 @@ static void put_event(const struct event *event, int track, char phase) {
   put_line(line);
 }
 
-/* Writes what is complete, and the beginning of what takes long: the last word of a process that is killed in it. */
+/* Write the complete events, and the beginning of a long one. If a process is killed in it, that is the last line. */
 static void write_track(struct track *track, int64_t time) {
-  int number = track->thread.number; /* the first to come has the lowest */
+  int number = track->thread.number; /* the first thread has the lowest number */
   if (track->written == NULL) track->written = atomic_load_explicit(&track->first, memory_order_acquire);
   while (track->written != NULL) {
     struct block *block = track->written;
@@ -339,7 +340,7 @@ static void *write_until_closed(void *unused) {
   return unused;
 }
 
-/* A new file. Returns an error number; 0. */
+/* Create a new file. Return an error number, or 0. */
 static int create_file(const char *path, const char *name, const char **reason) {
   int folder = private_folder(path, reason);
   if (folder < 0) return errno;

@@ -12,15 +12,15 @@
 #include "core/job.h"
 #include "core/runtime.h"
 
-/* What a thread waits for. */
+/* The operation that a thread waits in. */
 struct watched {
   struct thread_record thread;
-  atomic_uint_least64_t number;           /* odd in an operation; grows by one as it begins and as it ends */
+  atomic_uint_least64_t number;           /* odd in an operation; grows by one at the beginning and at the end */
   _Atomic int64_t summary[SUMMARY_WORDS]; /* written while `number` is even */
-  atomic_uint_least64_t first;            /* what the thread that has it found there */
-  /* The watchdog's own: */
-  uint64_t seen; /* the number that it saw last, */
-  double since;  /* first at this time; */
+  atomic_uint_least64_t first;            /* the number when the thread took the record */
+  /* Used by the watchdog alone: */
+  uint64_t seen; /* the number at the last look, */
+  double since;  /* seen first at this time */
   bool reported;
 };
 
@@ -29,17 +29,17 @@ enum { SECONDS_FOR_OTHERS = 5, MOST_STEPS_TO_STOP = 100, MOST_SPEAKERS = 16 };
 static struct thread_records records;
 static _Thread_local struct watched *own;
 static atomic_bool watching;
-static atomic_bool looking;          /* the watchdog's thread, now */
+static atomic_bool polling;          /* the watchdog reads records now */
 static _Atomic double limit;         /* in seconds; the watchdog doubles it with each report */
 static _Atomic double pause_seconds; /* between two looks */
-static atomic_int waiting;           /* operations that have been reported and are not done, as far as was seen */
+static atomic_int waiting;           /* operations that have been reported and, at the last look, had not ended */
 static _Atomic enum action action;
 static void (*_Atomic program_is_at)(char *text, size_t size);
 
 static struct watched *first_record(void) { return (struct watched *)(void *)atomic_load(&records.all); }
 static struct watched *next_record(struct watched *record) { return (struct watched *)(void *)record->thread.next; }
 
-/* --- what threads that communicate do -------------------------------------------------------------------------- */
+/* --- in threads that communicate -------------------------------------------------------------------------------- */
 
 static struct watched *take_record(void) {
   struct watched *record = thread_record_take(&records);
@@ -53,7 +53,7 @@ static void put_word(struct watched *record, int word, int64_t value) {
 }
 
 struct watched *watchdog_begin_summary(const int64_t summary[], int count) {
-  if (!atomic_load_explicit(&watching, memory_order_acquire)) return NULL; /* `records` has begun before */
+  if (!atomic_load_explicit(&watching, memory_order_acquire)) return NULL; /* `records` began before it was set */
   struct watched *record = own;
   if (record == NULL && (record = take_record()) == NULL) return NULL;
   for (int i = 0; i < count; i++) put_word(record, i, summary[i]);
@@ -74,10 +74,9 @@ void watchdog_end(struct watched *record) {
   atomic_store_explicit(&record->number, number + (number & 1), memory_order_release);
 }
 
-/* --- what the watchdog does -----------------------------------------------------------------------------------------
- */
+/* --- in the watchdog's thread ----------------------------------------------------------------------------------- */
 
-/* Among many ranks a report is for the launcher, which makes one table of them: stderr would have a line of each. */
+/* Among many ranks only the launcher gets a report. It makes one table; stderr would have one line for each rank. */
 static bool is_for_launcher_alone(void) {
   return job_has_folder() && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
 }
@@ -93,10 +92,10 @@ static void say_report(struct text *text) {
   }
 }
 
-/* The number of the operation that was seen last, among those of its thread. */
+/* Return the number of the operation that was seen last, in its thread. */
 static uint64_t count_of(const struct watched *record) { return (record->seen - atomic_load(&record->first)) / 2 + 1; }
 
-/* Copies the words of the operation that was seen last. False: it has just ended. */
+/* Copy the words of the operation that was seen last. False: it has just ended. */
 static bool read_words(const struct watched *record, int64_t summary[SUMMARY_WORDS]) {
   for (int i = 0; i < SUMMARY_WORDS; i++) summary[i] = atomic_load_explicit(&record->summary[i], memory_order_acquire);
   if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return false;
@@ -112,13 +111,13 @@ static void add_place(struct text *text, const char *before) {
   if (*place != '\0') text_add(text, "%sPython is at %s", before, place);
 }
 
-/* Answers the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
+/* Answer the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
 static void answer_launcher(void) {
   static char answered[32];
-  char asked[sizeof answered];
-  job_question(asked, sizeof asked);
-  if (*asked == '\0' || strcmp(asked, answered) == 0) return;
-  memcpy(answered, asked, sizeof answered);
+  char question[sizeof answered];
+  job_question(question, sizeof question);
+  if (*question == '\0' || strcmp(question, answered) == 0) return;
+  memcpy(answered, question, sizeof answered);
   char characters[TEXT_BYTES];
   struct text text = text_in(characters, sizeof characters);
   int64_t summary[SUMMARY_WORDS];
@@ -139,8 +138,8 @@ static void answer_launcher(void) {
   job_tell("state", text.characters, text.length);
 }
 
-/* Tells it on stderr and to the launcher. `said`: the text. */
-static void report_wait(const struct watched *record, double seconds, struct text *said) {
+/* Report a wait on stderr and to the launcher. Add the text to `report`. */
+static void report_wait(const struct watched *record, double seconds, struct text *report) {
   int64_t summary[SUMMARY_WORDS];
   if (!read_words(record, summary)) return;
   char characters[TEXT_BYTES];
@@ -155,11 +154,11 @@ static void report_wait(const struct watched *record, double seconds, struct tex
   if (action == ACTION_ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
   say_report(&text);
   job_tell("report", text.characters, text.length);
-  text_add(said, "%s", text.characters);
+  text_add(report, "%s", text.characters);
 }
 
-/* Reports an operation once, and then that it is done after all. */
-static void look_at(struct watched *record) {
+/* Report an operation once, and report it again when it has ended after all. */
+static void check_record(struct watched *record) {
   uint64_t number = atomic_load_explicit(&record->number, memory_order_acquire);
   double time = seconds_now(), seconds = time - record->since;
   if (number != record->seen) {
@@ -178,31 +177,33 @@ static void look_at(struct watched *record) {
     record->reported = true;
     atomic_fetch_add(&waiting, 1);
     char characters[TEXT_BYTES];
-    struct text said = text_in(characters, sizeof characters);
-    report_wait(record, seconds, &said);
-    atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
+    struct text report_text = text_in(characters, sizeof characters);
+    report_wait(record, seconds, &report_text);
+    atomic_store(&limit, 2 * atomic_load(&limit)); /* fewer reports for a program that often waits this long */
     if (action != ACTION_ABORT) return;
-    for (int i = 0; i < SECONDS_FOR_OTHERS * 10; i++) { /* in which they report, and the launcher makes its table */
+    for (int i = 0; i < SECONDS_FOR_OTHERS * 10;
+         i++) { /* until others have reported, and the launcher has made a table */
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer_launcher();
     }
-    job_end(said.length > 0 ? said.characters : "an operation waits");
+    job_end(report_text.length > 0 ? report_text.characters : "an operation waits");
   }
 }
 
-/* As it tells that it looks before it asks whether to, whoever stops it either waits for it, or it does not look. */
-static void look_at_all(void) {
-  atomic_store(&looking, true);
+/* `polling` is set before `watching` is read. So a thread that stops the watchdog waits for the end of this function,
+ * or this function checks nothing. */
+static void check_all(void) {
+  atomic_store(&polling, true);
   for (struct watched *record = first_record(); record != NULL; record = next_record(record))
-    if (atomic_load(&watching)) look_at(record);
+    if (atomic_load(&watching)) check_record(record);
   if (atomic_load(&watching)) answer_launcher();
-  atomic_store(&looking, false);
+  atomic_store(&polling, false);
 }
 
 static void *run_watchdog(void *unused) {
   double tick = atomic_load(&pause_seconds);
   struct timespec pause = {(time_t)tick, (long)(1e9 * (tick - floor(tick)))};
-  while (nanosleep(&pause, NULL) == 0 || errno == EINTR) look_at_all();
+  while (nanosleep(&pause, NULL) == 0 || errno == EINTR) check_all();
   return unused;
 }
 
@@ -219,18 +220,18 @@ void watchdog_configure(double seconds, enum action wanted, void (*where)(char *
     return;
   }
   atomic_store(&pause_seconds, fmin(1, seconds / 8));
-  if (!thread_records_begin(&records, sizeof(struct watched))) return; /* nobody takes a record before this */
+  if (!thread_records_begin(&records, sizeof(struct watched))) return; /* no thread takes a record before this */
   running = true;
   atomic_store(&watching, true);
   if (thread_start(&thread, run_watchdog) == 0) pthread_detach(thread);
 }
 
 void watchdog_stop(void) {
-  if (atomic_load(&waiting) > 0) { /* the watchdog looks once more: whoever was reported may be done */
+  if (atomic_load(&waiting) > 0) { /* the watchdog checks once more: a reported operation may have ended */
     double seconds = atomic_load(&pause_seconds) + 0.02;
     nanosleep(&(struct timespec){(time_t)seconds, (long)(1e9 * (seconds - floor(seconds)))}, NULL);
   }
   atomic_store(&watching, false);
-  for (int i = 0; atomic_load(&looking) && i < MOST_STEPS_TO_STOP; i++) /* what it asks of Python must still be there */
+  for (int i = 0; atomic_load(&polling) && i < MOST_STEPS_TO_STOP; i++) /* it may call Python, which must not end yet */
     nanosleep(&(struct timespec){0, 10000000}, NULL);
 }

@@ -1,8 +1,10 @@
-/* Where the Python program is, found by the watchdog's thread, which cannot wait for the GIL: whoever holds it may be
- * what hangs. So another thread of ours waits for it, and asks Python. If it has no answer within a moment, someone
- * holds the GIL in a call that does not return; meanwhile no frame and no state of a thread can end, since that needs
- * the GIL, and the frames of Python's main thread are read as the faulthandler reads them. That thread's state is there
- * as long as Python is; those of other threads may be gone at any time, the one that imported the package too.
+/* Where the Python program is. The watchdog's thread asks for it, but cannot wait for the GIL: the thread that holds
+ * the GIL may be the one that hangs. So another thread of ours waits for the GIL, and asks Python.
+ *
+ * If there is no answer within a moment, a thread holds the GIL in a call that does not return. Then the frames of
+ * Python's main thread are read as the faulthandler reads them: no frame and no thread state can end without the GIL.
+ * The state of the main thread exists as long as Python does. The states of other threads may be gone at any time, also
+ * that of the thread that imported the package.
  */
 #define _GNU_SOURCE
 #include "python/call_site.h"
@@ -22,18 +24,18 @@
 
 enum { PLACE_SIZE = 512, DUMP_SIZE = 1 << 14, STEPS = 20, MOST_PACKAGES = 8, STEP_NANOSECONDS = 10000000 };
 
-static PyObject *ask;                     /* Python's function that tells */
+static PyObject *ask;                     /* Python's function that answers */
 static char *own_packages[MOST_PACKAGES]; /* prefixes of files that are not the program's; NULL at the end */
 static _Atomic(PyThreadState *) main_thread;
-static char told[PLACE_SIZE];
-static atomic_int state; /* 0: idle, 1: asked, 2: told */
+static char answer[PLACE_SIZE];
+static atomic_int state; /* 0: idle, 1: asked, 2: answered */
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t come;
   bool waits; /* for an answer */
 } question = {.lock = PTHREAD_MUTEX_INITIALIZER, .come = PTHREAD_COND_INITIALIZER};
 
-/* Called by the interpreter in its main thread, soon after it was asked to. */
+/* The interpreter calls this in the main thread, soon after it was asked to. */
 static int note_main_thread(void *unused) {
   (void)unused;
   atomic_store(&main_thread, PyThreadState_Get());
@@ -49,7 +51,7 @@ static void *answer_questions(void *unused) {
     PyGILState_STATE own = PyGILState_Ensure(); /* while Python ends, this ends the thread */
     PyObject *text = PyObject_CallNoArgs(ask), *bytes = text != NULL ? PyUnicode_AsUTF8String(text) : NULL;
     const char *characters = bytes != NULL ? PyBytes_AsString(bytes) : NULL;
-    snprintf(told, sizeof told, "%s", characters != NULL ? characters : "");
+    snprintf(answer, sizeof answer, "%s", characters != NULL ? characters : "");
     Py_XDECREF(bytes);
     Py_XDECREF(text);
     PyErr_Clear();
@@ -60,7 +62,7 @@ static void *answer_questions(void *unused) {
 }
 
 static bool ask_python(char *text, size_t size) {
-  if (atomic_exchange(&state, 1) == 1) return false; /* it still has not answered */
+  if (atomic_exchange(&state, 1) == 1) return false; /* the previous question has no answer yet */
   pthread_mutex_lock(&question.lock);
   question.waits = true;
   pthread_cond_signal(&question.come);
@@ -68,7 +70,7 @@ static bool ask_python(char *text, size_t size) {
   for (int i = 0; i < STEPS; i++) {
     nanosleep(&(struct timespec){0, STEP_NANOSECONDS}, NULL);
     if (atomic_load(&state) != 2) continue;
-    snprintf(text, size, "%s", told);
+    snprintf(text, size, "%s", answer);
     atomic_store(&state, 0);
     return true;
   }
@@ -81,7 +83,7 @@ static bool is_own(const char *file) {
   return false;
 }
 
-/* A file without a name, -1 if there is none. */
+/* Open a file without a name; -1 if there is none. */
 static int nameless_file(void) {
 #ifdef __linux__
   return memfd_create("jaxmpi", MFD_CLOEXEC);
@@ -93,7 +95,8 @@ static int nameless_file(void) {
 #endif
 }
 
-/* The faulthandler's lines are `  File "name", line 12 in function`, the innermost call first. */
+/* Read the innermost frame of the program. The faulthandler writes lines like `  File "name", line 12 in function`,
+ * the innermost call first. */
 static void read_frames(char *text, size_t size) {
   void (*dump)(int, PyThreadState *), *symbol = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
   int file = nameless_file();
@@ -123,9 +126,9 @@ static void find_call_site(char *text, size_t size) {
 
 const char call_site_watch_doc[] =
     "watch(seconds, action, where, packages)\n\n"
-    "From now on an operation that waits longer is reported, and with `action` 1 the job ends. `where` returns the "
-    "line of the program, and is called in another thread; files whose names begin with one of `packages`, at most 8, "
-    "are not the program's.";
+    "Report an operation that waits longer, from now on; with `action` 1 the job ends. `where` returns the line of the "
+    "program, and is called in another thread. Files whose names begin with one of `packages`, at most 8, are not the "
+    "program's.";
 PyObject *call_site_watch(PyObject *self, PyObject *args) {
   (void)self;
   double seconds;

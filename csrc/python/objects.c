@@ -11,14 +11,14 @@
 #include "execute/agreement.h"
 #include "python/methods.h"
 
-/* Adds a reduction to the registry; its number. */
+/* Add a reduction to the registry. Return the number. */
 static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name, const void *users, int width) {
-  struct reduction *made = reduction_add(handle, by, name);
-  if (made != NULL) made->users = users, made->width = width;
-  return made != NULL ? PyLong_FromLongLong(made->number) : PyErr_NoMemory();
+  struct reduction *reduction = reduction_add(handle, by, name);
+  if (reduction != NULL) reduction->users = users, reduction->width = width;
+  return reduction != NULL ? PyLong_FromLongLong(reduction->number) : PyErr_NoMemory();
 }
 
-PyDoc_STRVAR(own_operations_doc, "own_operations(dtype) -> {name: number}, the reductions of this dtype that are ours");
+PyDoc_STRVAR(own_operations_doc, "own_operations(dtype) -> {name: number}, our own reductions of this dtype");
 static PyObject *own_operations(PyObject *self, PyObject *args) {
   (void)self;
   const char *dtype;
@@ -40,8 +40,8 @@ static PyObject *own_operations(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(
     reduction_doc,
     "reduction(handle, name[, address, width]) -> number\n\n"
-    "Of an operation of MPI's, the same in each run, or of a user's own: then with the address and the bytes of "
-    "the handle in the user's object, which must stay for ever.");
+    "Register an operation of MPI, the same in each run, or of a user. For a user's: `address` and `width` are the "
+    "address and the bytes of the handle in the user's object, which must stay for ever.");
 static PyObject *reduction(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle, address = 0;
@@ -54,26 +54,26 @@ static PyObject *reduction(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(
     communicator_doc,
-    "communicator(handle[, meaning]) -> (number, rank, size), or None for an inter-communicator\n\n"
-    "The communicator's own and lasting number; a recycled handle has another. `meaning` is what tells it from "
-    "all others in each run.");
+    "communicator(handle[, stable_key]) -> (number, rank, size), or None for an inter-communicator\n\n"
+    "The lasting number of the communicator; a recycled handle has another. `stable_key` distinguishes it from all "
+    "others, and is the same in each run.");
 static PyObject *communicator(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle;
-  const char *meaning = NULL;
-  struct communicator *found;
-  if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !is_loaded()) return NULL;
+  const char *stable_key = NULL;
+  struct communicator *comm;
+  if (!PyArg_ParseTuple(args, "n|s", &handle, &stable_key) || !is_loaded()) return NULL;
   if (runtime_has_ended()) return PyErr_Format(PyExc_RuntimeError, "jaxmpi: %s", runtime.ended);
   if (runtime.serialize) { /* the thread that holds the lock may need the GIL, for a reduction written in Python */
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&runtime.lock);
     PyEval_RestoreThread(state);
   }
-  int code = runtime.abi->communicator((intptr_t)handle, meaning, &found);
+  int code = runtime.abi->communicator((intptr_t)handle, stable_key, &comm);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (code != 0) return raise_mpi_error(code);
-  if (found == NULL) Py_RETURN_NONE;
-  return Py_BuildValue("(Lii)", (long long)found->number, found->rank, found->size);
+  if (comm == NULL) Py_RETURN_NONE;
+  return Py_BuildValue("(Lii)", (long long)comm->number, comm->rank, comm->size);
 }
 
 PyDoc_STRVAR(take_freed_doc,
@@ -91,7 +91,7 @@ static PyObject *take_freed(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(register_doc,
-             "register(address) -> number\n\nWhat is there, an MPI_Status or a text, must stay for ever.");
+             "register(address) -> number\n\nRegister an MPI_Status or a text, which must stay for ever.");
 static PyObject *register_object(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t address;
@@ -102,56 +102,56 @@ static PyObject *register_object(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(
     plan_doc,
-    "plan(numbers, meaning) -> number\n\n"
-    "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the meaning tells it from "
-    "all others.");
+    "plan(numbers, stable_key) -> number\n\n"
+    "Make the plan that these bytes describe: 64-bit integers in the order of plan.c. The stable key distinguishes it "
+    "from all others.");
 static PyObject *make_plan(PyObject *self, PyObject *args) {
   (void)self;
-  const char *bytes, *meaning;
+  const char *bytes, *stable_key;
   Py_ssize_t size;
-  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &meaning)) return NULL;
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &stable_key)) return NULL;
   int64_t *numbers = malloc((size_t)size + 1), number = 0;
   if (numbers == NULL) return PyErr_NoMemory();
   memcpy(numbers, bytes, (size_t)size);
   struct plan *plan = plan_make(numbers, (size_t)size / sizeof *numbers);
   free(numbers);
   if (plan == NULL) return PyErr_Format(PyExc_ValueError, "these numbers describe no plan, or there is no memory");
-  if ((number = registry_add(plan, meaning)) == 0) return PyErr_NoMemory();
+  if ((number = registry_add(plan, stable_key)) == 0) return PyErr_NoMemory();
   return PyLong_FromLongLong(number);
 }
 
 PyDoc_STRVAR(
     indices_doc,
-    "indices(values, meaning) -> number\n\n"
-    "Makes a list of the indices that these bytes are, 64-bit integers; the meaning tells it from all others.");
+    "indices(values, stable_key) -> number\n\n"
+    "Make a list of indices from these bytes, 64-bit integers. The stable key distinguishes it from all others.");
 static PyObject *make_indices(PyObject *self, PyObject *args) {
   (void)self;
-  const char *bytes, *meaning;
+  const char *bytes, *stable_key;
   Py_ssize_t size;
   int64_t number;
-  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &meaning)) return NULL;
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &stable_key)) return NULL;
   if ((uintptr_t)bytes % sizeof number != 0)
     return PyErr_Format(PyExc_ValueError, "the indices do not lie as 64-bit integers do");
   struct indices *list = indices_make((const int64_t *)(const void *)bytes, (size_t)size / sizeof number);
   if (list == NULL) return PyErr_Format(PyExc_ValueError, "an index is negative, or there is no memory");
-  if ((number = registry_add(list, meaning)) == 0) return PyErr_NoMemory();
+  if ((number = registry_add(list, stable_key)) == 0) return PyErr_NoMemory();
   return PyLong_FromLongLong(number);
 }
 
-PyDoc_STRVAR(reserve_doc, "reserve(meaning)\n\nKeeps a number for the communicator with this meaning.");
+PyDoc_STRVAR(reserve_doc, "reserve(stable_key)\n\nKeep a number for the communicator with this stable key.");
 static PyObject *reserve(PyObject *self, PyObject *args) {
   (void)self;
-  const char *meaning;
-  if (!PyArg_ParseTuple(args, "s", &meaning)) return NULL;
-  if (registry_reserve(meaning) == 0) return PyErr_NoMemory();
+  const char *stable_key;
+  if (!PyArg_ParseTuple(args, "s", &stable_key)) return NULL;
+  if (registry_reserve(stable_key) == 0) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(
     compare_doc,
     "compare(comm, calls, name, ranks)\n\n"
-    "The ranks of this communicator compare so many of their next collectives. The same on all of them. `name`:\n"
-    "0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
+    "Let the ranks of this communicator compare so many of the next collectives. All arguments are the same on all of\n"
+    "them. `name`: 0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
 static PyObject *compare(PyObject *self, PyObject *args) {
   (void)self;
   long long number, calls, name;
@@ -169,8 +169,8 @@ static PyObject *compare(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(give_up_doc,
              "give_up(number) -> int\n\n"
-             "Ends all that is done on a communicator that is revoked: its calls raise, as if it were freed, and its "
-             "requests are given up, of which it returns the number.");
+             "End all work on a revoked communicator: its calls raise, as if it were freed, and its requests are given "
+             "up. Returns how many.");
 static PyObject *give_up(PyObject *self, PyObject *args) {
   (void)self;
   long long number;

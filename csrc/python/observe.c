@@ -1,4 +1,4 @@
-/* What reports and timelines tell, and what is done at the end of a program. Called under the GIL. */
+/* For reports and timelines, and for the end of a program. Called under the GIL. */
 #include "python/helpers.h"
 
 #include <stdlib.h>
@@ -17,27 +17,27 @@
 
 PyDoc_STRVAR(add_site_doc,
              "add_site(operation, attributes, type, count, text)\n\n"
-             "The text names a line of the program that makes calls like this: `attributes` as in compiled programs, "
-             "the code and the number of elements of its first array, -1 and 0 without one.");
+             "Name a line of the program that makes calls like this: `attributes` as in compiled programs, and the "
+             "code and the number of elements of the first array, -1 and 0 without one.");
 static PyObject *add_site(PyObject *self, PyObject *args) {
   (void)self;
   const char *name, *text;
-  PyObject *given;
+  PyObject *values;
   int type, row = 0;
   long long count;
   int64_t attributes[MAX_ATTRIBUTES];
-  if (!PyArg_ParseTuple(args, "sO!iLs", &name, &PyTuple_Type, &given, &type, &count, &text)) return NULL;
+  if (!PyArg_ParseTuple(args, "sO!iLs", &name, &PyTuple_Type, &values, &type, &count, &text)) return NULL;
   while (operation_table[row].id != NULL && strcmp(operation_table[row].id, name) != 0) row++;
-  if (operation_table[row].id == NULL || PyTuple_Size(given) != operation_table[row].attribute_count)
+  if (operation_table[row].id == NULL || PyTuple_Size(values) != operation_table[row].attribute_count)
     return PyErr_Format(PyExc_ValueError, "no operation is called %s with so many attributes", name);
   for (int i = 0; i < operation_table[row].attribute_count; i++)
-    attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
+    attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(values, i));
   if (PyErr_Occurred()) return NULL;
   if (!call_site_add(row, attributes, type, count, text)) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(stop_watch_doc, "stop_watch()\n\nFrom now on no operation is reported, however long it waits.");
+PyDoc_STRVAR(stop_watch_doc, "stop_watch()\n\nReport no operation from now on, however long it waits.");
 static PyObject *stop_watch(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   Py_BEGIN_ALLOW_THREADS;
@@ -49,8 +49,8 @@ static PyObject *stop_watch(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(
     enter_doc,
     "enter(comm, text) -> number\n\n"
-    "From now on this thread is reported as waiting in what the text names, a registered one, on a communicator, "
-    "until it calls `leave` with the number.");
+    "Report this thread from now on as waiting in what `text` names, on a communicator. `text`: a registered text. "
+    "This ends when the thread calls `leave` with the number.");
 static PyObject *enter(PyObject *self, PyObject *args) {
   (void)self;
   long long comm, text;
@@ -61,7 +61,7 @@ static PyObject *enter(PyObject *self, PyObject *args) {
   return PyLong_FromVoidPtr(watchdog_begin_summary(summary, (int)(sizeof summary / sizeof *summary)));
 }
 
-PyDoc_STRVAR(leave_doc, "leave(number)\n\nThis thread is done with what it has entered.");
+PyDoc_STRVAR(leave_doc, "leave(number)\n\nEnd the wait that `enter` began.");
 static PyObject *leave(PyObject *self, PyObject *number) {
   (void)self;
   void *record = PyLong_AsVoidPtr(number);
@@ -72,7 +72,7 @@ static PyObject *leave(PyObject *self, PyObject *number) {
 
 PyDoc_STRVAR(take_failure_doc,
              "take_failure() -> str or None\n\n"
-             "The error of an operation that was done after its call had returned, if nobody has been told of it.");
+             "Return the error of an operation that ended after its call had returned, if it has not been raised yet.");
 static PyObject *take_failure(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   struct failure *failure = failure_take();
@@ -83,10 +83,10 @@ static PyObject *take_failure(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(
-    tell_launcher_doc,
-    "tell_launcher(kind, text) -> bool\n\nLeaves a file RANK.kind where the launcher looks: core/job.h. False: it "
-    "looks nowhere.");
-static PyObject *tell_launcher(PyObject *self, PyObject *args) {
+    write_job_file_doc,
+    "write_job_file(kind, text) -> bool\n\nLeave a file RANK.kind in the launcher's folder: core/job.h. False: there "
+    "is no folder.");
+static PyObject *write_job_file(PyObject *self, PyObject *args) {
   (void)self;
   const char *kind, *text;
   if (!PyArg_ParseTuple(args, "ss", &kind, &text)) return NULL;
@@ -94,13 +94,13 @@ static PyObject *tell_launcher(PyObject *self, PyObject *args) {
   return PyBool_FromLong(job_has_folder());
 }
 
-PyDoc_STRVAR(failures_doc, "failures() -> int\n\nHow many operations have failed so far.");
+PyDoc_STRVAR(failures_doc, "failures() -> int\n\nReturn how many operations have failed so far.");
 static PyObject *failures(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
   return PyLong_FromLong(atomic_load(&runtime.failures));
 }
 
-PyDoc_STRVAR(finish_comparisons_doc, "finish_comparisons()\n\nNothing of what ranks ask each other is left under way.");
+PyDoc_STRVAR(finish_comparisons_doc, "finish_comparisons()\n\nFinish all messages of comparisons.");
 static PyObject *finish_comparisons(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
   Py_BEGIN_ALLOW_THREADS;
@@ -113,8 +113,8 @@ static PyObject *finish_comparisons(PyObject *self, PyObject *unused) {
 
 PyDoc_STRVAR(finish_requests_doc,
              "finish_requests() -> n\n\n"
-             "Names on stderr what was started and never waited for, and completes reductions in Python, for some "
-             "seconds. Returns how many of these are still under way.");
+             "Name on stderr the requests that were never waited for, and complete reductions in Python, for some "
+             "seconds. Return how many of these are still under way.");
 static PyObject *finish_requests(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   PyThreadState *state = PyEval_SaveThread();
@@ -124,17 +124,16 @@ static PyObject *finish_requests(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(requests_in_flight_doc,
-             "requests_in_flight() -> n\n\nHow many operations have been started and not waited for.");
+             "requests_in_flight() -> n\n\nReturn how many operations have been started and not waited for.");
 static PyObject *in_flight(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  PyThreadState *state = PyEval_SaveThread(); /* a reduction in Python may need the GIL to get on */
+  PyThreadState *state = PyEval_SaveThread(); /* a reduction in Python may need the GIL to continue */
   int64_t count = requests_in_flight();
   PyEval_RestoreThread(state);
   return PyLong_FromLongLong(count);
 }
 
-PyDoc_STRVAR(finish_devices_doc,
-             "finish_devices()\n\nWaits for what is under way on devices and gives back what was taken of them.");
+PyDoc_STRVAR(finish_devices_doc, "finish_devices()\n\nWait for all work on devices, and give back their resources.");
 static PyObject *finish_devices(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   return without_gil(transport_finish);
@@ -142,8 +141,8 @@ static PyObject *finish_devices(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(open_timeline_doc,
              "open_timeline(folder, name, limit)\n\n"
-             "From now on operations are recorded in this new file, of at most `limit` bytes. OSError: it cannot be "
-             "written, or others could replace it.");
+             "Record operations from now on in this new file, of at most `limit` bytes. OSError: it cannot be written, "
+             "or others could replace it.");
 static PyObject *open_timeline(PyObject *self, PyObject *args) {
   (void)self;
   PyObject *folder;
@@ -159,7 +158,7 @@ static PyObject *open_timeline(PyObject *self, PyObject *args) {
   return NULL;
 }
 
-PyDoc_STRVAR(note_in_timeline_doc, "note_in_timeline(line)\n\nWrites a line into the timeline's file.");
+PyDoc_STRVAR(note_in_timeline_doc, "note_in_timeline(line)\n\nWrite a line into the timeline's file.");
 static PyObject *note_in_timeline(PyObject *self, PyObject *args) {
   (void)self;
   const char *line;
@@ -168,7 +167,7 @@ static PyObject *note_in_timeline(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(close_timeline_doc, "close_timeline()\n\nWrites the rest of the timeline, if there is one.");
+PyDoc_STRVAR(close_timeline_doc, "close_timeline()\n\nWrite the rest of the timeline, if there is one.");
 static PyObject *close_timeline(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   return without_gil(timeline_close);
@@ -180,7 +179,7 @@ PyMethodDef observe_methods[] = {
     {"enter", enter, METH_VARARGS, enter_doc},
     {"leave", leave, METH_O, leave_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
-    {"tell_launcher", tell_launcher, METH_VARARGS, tell_launcher_doc},
+    {"write_job_file", write_job_file, METH_VARARGS, write_job_file_doc},
     {"failures", failures, METH_NOARGS, failures_doc},
     {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
     {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},

@@ -1,11 +1,11 @@
-/* Calls of compiled code in program order. The link is an empty array that one computation returns and the next one
- * takes as an operand; this file passes it from call to call. It is in C because every call runs it.
+/* Calls of compiled code in program order. The link is an empty array. One computation returns it, and the next one
+ * takes it as an operand. This file passes it from call to call. It is in C because every call runs it.
  *
- * A computation that XLA executes in the thread that calls returns no link, since its communication is over as the call
- * returns (`done_here`); that saves a sixth of a call. Whether XLA does so is guessed as the function is traced, by the
- * number of elements that it computes. Order does not depend on the guess: where it was wrong the call waits.
+ * A computation that XLA executes in the calling thread returns no link, because the communication is over when the
+ * call returns (`done_here`). That saves a sixth of a call. Whether XLA does so is guessed when the function is traced,
+ * from the number of elements that it computes. Order does not depend on the guess: if it was wrong, the call waits.
  *
- * _jax/runtime_token.py says what the link means and names the attributes of JAX's objects.
+ * _jax/runtime_token.py explains what the link means and names the attributes of JAX's objects.
  *
  * Functions that return PyObject * return a new reference, or NULL with an exception set. */
 #include "python/runtime_token.h"
@@ -17,28 +17,28 @@
 #include "core/failure.h"
 #include "execute/entry.h"
 
-/* What Python passes, and its attributes of Python: the function's own, and weak references to it. */
+/* The arguments of make_call, the function's own attributes in Python, and weak references to it. */
 enum { COMPUTE, OTHERWISE, CLEAN, DISABLED, TOKENS, EFFECT, RENEW, HEAL, ERROR, WAIT, METHOD, PARTS };
 enum { CURRENT, ARRAY, PENDING, VALUE, COMMITTED, NAME_COUNT };
-struct linked {
+struct jitted {
   PyObject_HEAD;
   PyObject *parts[PARTS], *names[NAME_COUNT], *dictionary, *weak;
-  int waited; /* how often a short computation was waited for */
+  int waited; /* how many short computations the call waited for */
 };
 
-/* From so many waits on, a function's short computations have a link, too, for which they are compiled again. */
+/* After so many waits, the short computations of a function have a link, too. They are compiled again for this. */
 enum { MOST_WAITS = 4 };
 
-/* 1, 0, or -1 with an exception set; steals `value`. */
+/* Return 1, 0, or -1 with an exception set. Steal `value`. */
 static int truth(PyObject *value) {
   int result = value == NULL ? -1 : PyObject_IsTrue(value);
   Py_XDECREF(value);
   return result;
 }
 
-/* This thread's runtime token for the effect; if it is not one of ours, a new one (RENEW). Ours have an attribute
- * `pending`: runtime.failures before the call if its computation may have failed since, otherwise None. */
-static PyObject *find_token(struct linked *self, PyObject **pending) {
+/* Return this thread's runtime token for the effect; if it is not one of ours, a new one (RENEW). Ours have an
+ * attribute `pending`: runtime.failures before the call if its computation may have failed since; otherwise None. */
+static PyObject *find_token(struct jitted *self, PyObject **pending) {
   PyObject *current = PyObject_GetAttr(self->parts[TOKENS], self->names[CURRENT]);
   if (current == NULL) return NULL;
   PyObject *token = PyDict_GetItemWithError(current, self->parts[EFFECT]);
@@ -56,11 +56,11 @@ static PyObject *find_token(struct linked *self, PyObject **pending) {
   return token;
 }
 
-/* The link to pass on. If its computation has failed the link is replaced (HEAL), for it would make the next
- * computation fail too. That is possible only if `pending` is not None: not all of the computation was done when its
- * call returned, or an operation failed during the call. A link that is committed to one of several devices is replaced
- * too, for it would commit the next computation to that device. */
-static PyObject *find_array(struct linked *self, PyObject *token, PyObject *pending) {
+/* Return the link to pass on. If its computation has failed, the link is replaced (HEAL), because it would make the
+ * next computation fail, too. That is possible only if `pending` is not None: the computation had not ended when its
+ * call returned, or an operation failed during the call. A link that is committed to one of several devices is
+ * replaced, too, because it would commit the next computation to that device. */
+static PyObject *find_array(struct jitted *self, PyObject *token, PyObject *pending) {
   bool several = atomic_load_explicit(&runtime.several_devices, memory_order_relaxed);
   PyObject *array = PyObject_GetAttr(token, self->names[ARRAY]);
   if (array == NULL || (pending == Py_None && !several)) return array;
@@ -78,8 +78,8 @@ static PyObject *find_array(struct linked *self, PyObject *token, PyObject *pend
   return PyObject_GetAttr(token, self->names[ARRAY]);
 }
 
-/* compute(link, *args, **kwargs). */
-static PyObject *compute(struct linked *self, PyObject *array, PyObject *args, PyObject *keywords) {
+/* Call compute(link, *args, **kwargs). */
+static PyObject *compute(struct jitted *self, PyObject *array, PyObject *args, PyObject *keywords) {
   Py_ssize_t count = PyTuple_Size(args);
   PyObject *link = self->waited < MOST_WAITS ? array : PyTuple_Pack(1, array);
   if (link == array) Py_INCREF(link);
@@ -96,19 +96,19 @@ static PyObject *compute(struct linked *self, PyObject *array, PyObject *args, P
   return results;
 }
 
-/* Waits for a short computation that XLA has not executed in this thread. -1 with an exception set. */
-static int wait_for(struct linked *self, PyObject *results) {
+/* Wait for a short computation that XLA has not executed in this thread. Return -1 with an exception set. */
+static int wait_for(struct jitted *self, PyObject *results) {
   PyObject *done = PyObject_CallFunctionObjArgs(self->parts[WAIT], results, NULL);
   Py_XDECREF(done);
   self->waited++;
   return done != NULL ? 0 : -1;
 }
 
-/* Keeps the link of the results (link, result) for the next call. Sets `pending`: `failures`, the count before the
- * call, if not all of it was `done` as the call returned, or an operation failed meanwhile; otherwise None. A short
- * computation has no link, since XLA should have executed it in this thread. If it did not, because operands were still
- * being computed, this waits for it. -1 with an exception set. */
-static int keep_link(struct linked *self, PyObject *token, PyObject *results, long failures, bool done) {
+/* Keep the link of the results (link, result) for the next call. `done`: the computation had ended when the call
+ * returned. Set `pending` to None if it was `done` and no operation failed meanwhile; otherwise to `failures`, the
+ * count before the call. A short computation has no link, because XLA should have executed it in this thread. If XLA
+ * did not, because operands were still being computed, this waits for it. Return -1 with an exception set. */
+static int keep_link(struct jitted *self, PyObject *token, PyObject *results, long failures, bool done) {
   PyObject *array = PyTuple_GetItem(results, 0);
   if (array == NULL) return -1;
   if (PyTuple_Check(array)) return 0;
@@ -121,27 +121,27 @@ static int keep_link(struct linked *self, PyObject *token, PyObject *results, lo
   return code;
 }
 
-/* Replaces the exception that is set by the one that users are to see (ERROR), and keeps its traceback. `failed`: an
+/* Replace the exception that is set by the exception for users (ERROR), and keep the traceback. `failed`: an
  * operation has failed during the call. */
-static void raise_as_error(struct linked *self, bool failed) {
-  PyObject *type, *value, *trace, *made = NULL;
+static void raise_as_error(struct jitted *self, bool failed) {
+  PyObject *type, *value, *trace, *error = NULL;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
-  if (value != NULL) made = PyObject_CallFunctionObjArgs(self->parts[ERROR], value, failed ? Py_True : Py_False, NULL);
-  if (made == NULL || made == value) {
+  if (value != NULL) error = PyObject_CallFunctionObjArgs(self->parts[ERROR], value, failed ? Py_True : Py_False, NULL);
+  if (error == NULL || error == value) {
     PyErr_Clear();
-    Py_XDECREF(made);
+    Py_XDECREF(error);
     PyErr_Restore(type, value, trace);
     return;
   }
   Py_XDECREF(type);
   Py_XDECREF(value);
-  type = PyObject_Type(made);
-  PyErr_Restore(type, made, trace);
+  type = PyObject_Type(error);
+  PyErr_Restore(type, error, trace);
 }
 
-/* Calls the function in the order of the effect, outside of any trace. */
-static PyObject *call_in_order(struct linked *self, PyObject *args, PyObject *keywords) {
+/* Call the function in the order of the effect, outside of any trace. */
+static PyObject *call_in_order(struct jitted *self, PyObject *args, PyObject *keywords) {
   struct failure *failure = failure_of_thread();
   if (!importer) atomic_store_explicit(&runtime.several_threads, true, memory_order_relaxed);
   if (failure != NULL) {
@@ -156,7 +156,7 @@ static PyObject *call_in_order(struct linked *self, PyObject *args, PyObject *ke
   unsigned before = done_here;
   if (array != NULL) results = compute(self, array, args, keywords);
   bool done = done_here != before;
-  done_here = before; /* a call within another one does not count for that */
+  done_here = before; /* only the outer call counts */
   if (results == NULL && atomic_load(&runtime.failures) > 0)
     raise_as_error(self, atomic_load(&runtime.failures) != failures);
   if (results != NULL && keep_link(self, token, results, failures, done) == 0) {
@@ -170,8 +170,9 @@ static PyObject *call_in_order(struct linked *self, PyObject *args, PyObject *ke
   return result;
 }
 
-/* Whether OTHERWISE is to be called: inside a trace, or where jax.disable_jit is set. -1 with an exception set. */
-static int is_otherwise(struct linked *self) {
+/* Return whether to call OTHERWISE: inside a trace, or where jax.disable_jit is set. Return -1 with an exception set.
+ */
+static int is_otherwise(struct jitted *self) {
   if (self->parts[OTHERWISE] == Py_None) return 0;
   int clean = truth(PyObject_CallFunctionObjArgs(self->parts[CLEAN], NULL));
   if (clean != 1) return clean == 0 ? 1 : -1;
@@ -180,22 +181,22 @@ static int is_otherwise(struct linked *self) {
 
 /* --- the type --- */
 
-static PyObject *linked_call(PyObject *object, PyObject *args, PyObject *keywords) {
-  struct linked *self = (struct linked *)object;
+static PyObject *jitted_call(PyObject *object, PyObject *args, PyObject *keywords) {
+  struct jitted *self = (struct jitted *)object;
   int otherwise = is_otherwise(self);
   if (otherwise < 0) return NULL;
   return otherwise ? PyObject_Call(self->parts[OTHERWISE], args, keywords) : call_in_order(self, args, keywords);
 }
 
-static PyObject *linked_get(PyObject *self, PyObject *instance, PyObject *type) {
+static PyObject *jitted_get(PyObject *self, PyObject *instance, PyObject *type) {
   (void)type;
   if (instance != NULL && instance != Py_None)
-    return PyObject_CallFunctionObjArgs(((struct linked *)self)->parts[METHOD], self, instance, NULL);
+    return PyObject_CallFunctionObjArgs(((struct jitted *)self)->parts[METHOD], self, instance, NULL);
   Py_INCREF(self);
   return self;
 }
 
-static PyObject *linked_repr(PyObject *self) {
+static PyObject *jitted_repr(PyObject *self) {
   PyObject *wrapped = PyObject_GetAttrString(self, "__wrapped__");
   if (wrapped == NULL) PyErr_Clear();
   PyObject *text = PyUnicode_FromFormat("<jaxmpi.jit of %R>", wrapped != NULL ? wrapped : Py_None);
@@ -203,71 +204,72 @@ static PyObject *linked_repr(PyObject *self) {
   return text;
 }
 
-/* As functions are: by name. */
-static PyObject *linked_reduce(PyObject *self, PyObject *args) {
+/* Pickled by name, like functions. */
+static PyObject *jitted_reduce(PyObject *self, PyObject *args) {
   (void)args;
   return PyObject_GetAttrString(self, "__qualname__");
 }
 
-static int linked_traverse(PyObject *object, visitproc visit, void *arg) {
-  struct linked *self = (struct linked *)object;
+static int jitted_traverse(PyObject *object, visitproc visit, void *arg) {
+  struct jitted *self = (struct jitted *)object;
   Py_VISIT(Py_TYPE(object));
   for (int i = 0; i < PARTS; i++) Py_VISIT(self->parts[i]);
   Py_VISIT(self->dictionary);
   return 0;
 }
 
-static int linked_clear(PyObject *object) {
-  struct linked *self = (struct linked *)object;
+static int jitted_clear(PyObject *object) {
+  struct jitted *self = (struct jitted *)object;
   for (int i = 0; i < PARTS; i++) Py_CLEAR(self->parts[i]);
   for (int i = 0; i < NAME_COUNT; i++) Py_CLEAR(self->names[i]);
   Py_CLEAR(self->dictionary);
   return 0;
 }
 
-static void linked_free(PyObject *self) {
+static void jitted_free(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  if (((struct linked *)self)->weak != NULL) PyObject_ClearWeakRefs(self);
-  linked_clear(self);
+  if (((struct jitted *)self)->weak != NULL) PyObject_ClearWeakRefs(self);
+  jitted_clear(self);
   PyObject_GC_Del(self);
   Py_DECREF(type);
 }
 
-static PyTypeObject *type_of_linked(void) {
+static PyTypeObject *type_of_jitted(void) {
   static PyTypeObject *type; /* under the GIL */
-  static PyMethodDef methods[] = {{"__reduce__", linked_reduce, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+  static PyMethodDef methods[] = {{"__reduce__", jitted_reduce, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
   static PyMemberDef members[] = {
-      {"__dictoffset__", T_PYSSIZET, offsetof(struct linked, dictionary), READONLY, NULL},
-      {"__weaklistoffset__", T_PYSSIZET, offsetof(struct linked, weak), READONLY, NULL},
+      {"__dictoffset__", T_PYSSIZET, offsetof(struct jitted, dictionary), READONLY, NULL},
+      {"__weaklistoffset__", T_PYSSIZET, offsetof(struct jitted, weak), READONLY, NULL},
       {NULL, 0, 0, 0, NULL},
   };
   static PyGetSetDef dictionary[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
                                      {NULL, NULL, NULL, NULL, NULL}};
   static PyType_Slot slots[] = {
-      {Py_tp_call, (void *)linked_call},   {Py_tp_descr_get, (void *)linked_get},
-      {Py_tp_repr, (void *)linked_repr},   {Py_tp_traverse, (void *)linked_traverse},
-      {Py_tp_clear, (void *)linked_clear}, {Py_tp_dealloc, (void *)linked_free},
+      {Py_tp_call, (void *)jitted_call},   {Py_tp_descr_get, (void *)jitted_get},
+      {Py_tp_repr, (void *)jitted_repr},   {Py_tp_traverse, (void *)jitted_traverse},
+      {Py_tp_clear, (void *)jitted_clear}, {Py_tp_dealloc, (void *)jitted_free},
       {Py_tp_methods, (void *)methods},    {Py_tp_members, (void *)members},
       {Py_tp_getset, (void *)dictionary},  {0, NULL},
   };
-  static PyType_Spec spec = {"jaxmpi.Jitted", sizeof(struct linked), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+  static PyType_Spec spec = {"jaxmpi.Jitted", sizeof(struct jitted), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
   if (type == NULL) type = (PyTypeObject *)PyType_FromSpec(&spec);
   return type;
 }
 
-const char runtime_token_linker_doc[] =
-    "linker(compute, otherwise, clean, disabled, tokens, effect, renew, heal, error, wait, method, names)\n"
+const char runtime_token_make_call_doc[] =
+    "make_call(compute, otherwise, clean, disabled, tokens, effect, renew, heal, error, wait, method, names)\n"
     "  -> function of (*args, **kwargs)\n\n"
-    "Calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect; returns the result.";
-PyObject *runtime_token_linker(PyObject *module, PyObject *args) {
+    "The function calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect. It returns the "
+    "result.";
+PyObject *runtime_token_make_call(PyObject *module, PyObject *args) {
   (void)module;
   PyObject *names = PyTuple_Size(args) == PARTS + 1 ? PyTuple_GetItem(args, PARTS) : NULL;
   if (names == NULL || !PyTuple_Check(names) || PyTuple_Size(names) != NAME_COUNT)
     return PyErr_Format(PyExc_TypeError, "%d arguments expected, and %d names", PARTS, NAME_COUNT);
-  PyTypeObject *type = type_of_linked();
+  PyTypeObject *type = type_of_jitted();
   PyObject *object = type != NULL ? PyType_GenericAlloc(type, 0) : NULL;
-  struct linked *self = (struct linked *)object;
+  struct jitted *self = (struct jitted *)object;
   for (int i = 0; self != NULL && i < PARTS + NAME_COUNT; i++) {
     PyObject *part = i < PARTS ? PyTuple_GetItem(args, i) : PyTuple_GetItem(names, i - PARTS);
     Py_INCREF(part);

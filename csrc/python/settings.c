@@ -1,4 +1,4 @@
-/* Settings: those of the process, and those of a communicator. Called under the GIL. */
+/* Settings of the process and of a communicator. Called under the GIL. */
 #include "python/helpers.h"
 
 #include <limits.h>
@@ -9,7 +9,7 @@
 #include "core/registry.h"
 #include "python/methods.h"
 
-/* How a setting is stored, and what may be given for it. */
+/* How a setting is stored, and which values it may have. */
 enum setting_kind {
   SETTING_BOOL,        /* bool */
   SETTING_ATOMIC_BOOL, /* atomic_bool */
@@ -37,21 +37,21 @@ static const struct setting of_process[] = {
     OF(runtime, self, OBJECT),    /* COMM_SELF */
     OF(runtime, world, OBJECT),   /* COMM_WORLD */
     OF(runtime, most_tag, INT),   /* the highest tag of a message */
-    OF(runtime, failed, INT),     /* classes of errors that tell of a process that has died; 0: none */
+    OF(runtime, failed, INT),     /* classes of errors that report the death of a process; 0: none */
     OF(runtime, pending, INT),
     OF(runtime, revoked, INT),
-    OF(runtime, max_count, COUNT),             /* elements that one MPI call may be given; a test lowers it */
+    OF(runtime, max_count, COUNT),             /* elements that one MPI call may get; a test lowers it */
     OF(runtime, aware, BOOL),                  /* MPI reaches the memory of devices */
-    OF(runtime, transport, TRANSPORT),         /* for what it does not reach */
+    OF(runtime, transport, TRANSPORT),         /* for memory that MPI does not reach */
     OF(runtime, flags_asked, BOOL),            /* the transport `flags`, or an error */
     OF(runtime, copy_bytes, INT64),            /* that a device copies in the time in which a copy begins */
-    OF(runtime, several_devices, ATOMIC_BOOL), /* a link that is bound to a device is looked at */
+    OF(runtime, several_devices, ATOMIC_BOOL), /* whether a link is bound to a device must be checked */
     OF(runtime, several_threads, ATOMIC_BOOL), /* more than one thread of the program communicates */
     OF(runtime, check, ATOMIC_BOOL),           /* the ranks compare all their collectives; the same on all ranks */
     OF(runtime, labels, ATOMIC_BOOL),          /* messages have labels; the same on all ranks */
     OF(runtime, channel, HANDLE),              /* a duplicate of COMM_WORLD for comparisons; 0: there is none */
-    OF(runtime, ends_on_error, ATOMIC_BOOL),   /* an operation that fails ends the job, rather than raise */
-    OF(runtime, log, ATOMIC_BOOL),             /* a line on stderr as an operation starts and one as it ends */
+    OF(runtime, ends_on_error, ATOMIC_BOOL),   /* an operation that fails ends the job and does not raise */
+    OF(runtime, log, ATOMIC_BOOL),             /* a line on stderr at the start and at the end of an operation */
     {NULL, 0, SETTING_BOOL, 0},
 };
 #undef OF
@@ -66,7 +66,7 @@ static const struct setting of_communicator[] = {
 static const char *const transports[] = {
     [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_FLAGS] = "flags", [TRANSPORT_WAIT] = "wait", NULL};
 
-/* The value of a setting as it is. */
+/* Return the current value of a setting. */
 static PyObject *setting_get(const struct setting *setting, const void *member) {
   switch (setting->kind) {
     case SETTING_BOOL:
@@ -132,15 +132,15 @@ static int set_text(const struct setting *setting, void *member, const char *tex
     *(enum transport *)member = (enum transport)number;
     return 0;
   }
-  char *copy = strdup(text); /* never freed: the watchdog may be reading the one before */
+  char *copy = strdup(text); /* never freed: the watchdog may be reading the previous one */
   if (copy == NULL) return PyErr_NoMemory(), -1;
-  for (char *c = copy; *c != '\0'; c++) /* a report is one line, and the launcher reads it so */
+  for (char *c = copy; *c != '\0'; c++) /* a report is one line, and the launcher reads it as one */
     if ((unsigned char)*c < ' ' || *c == 127) *c = ' ';
   atomic_store((const char *_Atomic *)member, copy);
   return 0;
 }
 
-/* 0; -1 with an exception set. */
+/* Return 0; -1 with an exception set. */
 static int setting_set(const struct setting *setting, void *member, PyObject *value) {
   if (setting->kind == SETTING_BOOL || setting->kind == SETTING_ATOMIC_BOOL) {
     int on = PyObject_IsTrue(value);
@@ -162,7 +162,7 @@ static int setting_set(const struct setting *setting, void *member, PyObject *va
   return set_integer(setting, member, number);
 }
 
-/* Sets what the keywords name; the values that were there before. */
+/* Set the settings that the keywords name. Return the previous values. */
 static PyObject *apply_settings(const struct setting *table, void *of, PyObject *keywords) {
   PyObject *before = PyDict_New(), *key, *value;
   Py_ssize_t at = 0;
@@ -180,8 +180,8 @@ static PyObject *apply_settings(const struct setting *table, void *of, PyObject 
 
 PyDoc_STRVAR(configure_doc,
              "configure(**settings) -> {name: the value before}\n\n"
-             "Settings of the process: see csrc/python/settings.c. Those that are not atomic are set before the first "
-             "operation, or by a test between two.");
+             "Set settings of the process: see csrc/python/settings.c. Settings that are not atomic are set before the "
+             "first operation, or by a test between two.");
 static PyObject *configure(PyObject *self, PyObject *args, PyObject *keywords) {
   (void)self;
   if (!PyArg_ParseTuple(args, "")) return NULL;
@@ -191,8 +191,8 @@ static PyObject *configure(PyObject *self, PyObject *args, PyObject *keywords) {
 PyDoc_STRVAR(
     configure_communicator_doc,
     "configure_communicator(number, **settings) -> {name: the value before}\n\n"
-    "`chunk`: what may go in chunks goes in chunks of so many bytes, 0: in one; `piece`: bytes of a piece of a "
-    "long allreduce, 0: never divided. Both must be the same on all its ranks. `name`: for reports.");
+    "`chunk`: bytes of a chunk, for operations that may go in chunks; 0: in one. `piece`: bytes of a piece of a long "
+    "allreduce; 0: never divided. Both must be the same on all ranks of the communicator. `name`: for reports.");
 static PyObject *configure_communicator(PyObject *self, PyObject *args, PyObject *keywords) {
   (void)self;
   long long number;

@@ -1,4 +1,4 @@
-/* What JAX's sharded programs need. Called under the GIL. */
+/* For JAX's sharded programs. Called under the GIL. */
 #include "python/helpers.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 
 PyDoc_STRVAR(set_reductions_doc,
              "set_reductions(code, sum, prod, max, min)\n\n"
-             "The numbers of the reductions that JAX's sharded programs use for a type.");
+             "Set the numbers of the reductions that JAX's sharded programs use for a type.");
 static PyObject *set_reductions(PyObject *self, PyObject *args) {
   (void)self;
   int code;
@@ -20,39 +20,39 @@ static PyObject *set_reductions(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(group_doc, "group(ranks) -> number\n\nOf COMM_WORLD, a tuple.");
+PyDoc_STRVAR(group_doc, "group(ranks) -> number\n\nRegister a group of ranks in COMM_WORLD, a tuple.");
 static PyObject *group(PyObject *self, PyObject *args) {
   (void)self;
   PyObject *ranks;
   if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &ranks)) return NULL;
   Py_ssize_t size = PyTuple_Size(ranks);
-  struct group *made = malloc(sizeof *made + (size_t)size * sizeof *made->ranks); /* in the registry for ever */
-  if (made == NULL) return PyErr_NoMemory();
-  made->size = (int)size;
-  for (Py_ssize_t i = 0; i < size; i++) made->ranks[i] = (int)PyLong_AsLong(PyTuple_GetItem(ranks, i));
-  int64_t number = PyErr_Occurred() ? 0 : registry_add(made, NULL);
-  if (number == 0) free(made);
+  struct group *group = malloc(sizeof *group + (size_t)size * sizeof *group->ranks); /* in the registry for ever */
+  if (group == NULL) return PyErr_NoMemory();
+  group->size = (int)size;
+  for (Py_ssize_t i = 0; i < size; i++) group->ranks[i] = (int)PyLong_AsLong(PyTuple_GetItem(ranks, i));
+  int64_t number = PyErr_Occurred() ? 0 : registry_add(group, NULL);
+  if (number == 0) free(group);
   if (number == 0 && !PyErr_Occurred()) return PyErr_NoMemory();
   return number != 0 ? PyLong_FromLongLong(number) : NULL;
 }
 
 PyDoc_STRVAR(connect_doc,
              "connect(group) -> handle\n\n"
-             "Makes the communicator of a group, together with its other ranks. RuntimeError: MPI has refused it.");
+             "Make the communicator of a group, together with the other ranks. RuntimeError: MPI has refused it.");
 static PyObject *connect_group(PyObject *self, PyObject *args) {
   (void)self;
   long long number;
   if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
-  struct group *found = registry_at(number);
-  if (found == NULL) return PyErr_Format(PyExc_ValueError, "no group has the number %lld", number);
+  struct group *group = registry_at(number);
+  if (group == NULL) return PyErr_Format(PyExc_ValueError, "no group has the number %lld", number);
   PyThreadState *state = PyEval_SaveThread();
-  const ffi_error *error = sharded_connect(found);
+  const ffi_error *error = sharded_connect(group);
   PyEval_RestoreThread(state);
   if (error != NULL) return PyErr_Format(PyExc_RuntimeError, "%s", sharded_error());
-  return PyLong_FromSsize_t(found->handle);
+  return PyLong_FromSsize_t(group->handle);
 }
 
-PyDoc_STRVAR(expect_doc, "expect(number)\n\nThe communicator for which XLA asks next; 0: none.");
+PyDoc_STRVAR(expect_doc, "expect(number)\n\nSet the communicator for which XLA asks next; 0: none.");
 static PyObject *expect(PyObject *self, PyObject *args) {
   (void)self;
   long long number;

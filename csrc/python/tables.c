@@ -16,7 +16,7 @@ static PyObject *datatypes(PyObject *self, PyObject *args) {
   return result;
 }
 
-PyDoc_STRVAR(set_datatype_doc, "set_datatype(code, handle)\n\nThe MPI datatype for XLA's type `code`.");
+PyDoc_STRVAR(set_datatype_doc, "set_datatype(code, handle)\n\nSet the MPI datatype for XLA's type `code`.");
 static PyObject *set_datatype(PyObject *self, PyObject *args) {
   (void)self;
   int code;
@@ -28,7 +28,7 @@ static PyObject *set_datatype(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* A list of pairs (name, kind). */
+/* Return a list of pairs (name, kind). */
 static PyObject *pairs(int count, const char *const names[], const char *const kinds[]) {
   PyObject *list = PyList_New(0);
   for (int i = 0; list != NULL && i < count; i++) {
@@ -73,7 +73,7 @@ static PyObject *operation_row(const struct operation *row) {
 PyDoc_STRVAR(
     operations_doc,
     "operations() -> {name: ([(buffer, role)], [(attribute, kind)], shown)}, the rows of ops.def\n\n"
-    "Roles: read, write, host_read, host_write; of a list with _each behind. `shown`: the name that users know.");
+    "Roles: read, write, host_read, host_write, with _each behind for a list. `shown`: the name that users know.");
 static PyObject *operations(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   PyObject *result = PyDict_New();
@@ -109,8 +109,8 @@ static PyObject *names_tuple(const char *const names[]) {
 PyDoc_STRVAR(
     constants_doc,
     "constants() -> {name: number or tuple of names}\n\n"
-    "What C and Python must know alike. A tuple has the names of the numbers from 0 on; PLAN_HEADER those of the "
-    "numbers with which a plan begins. After configure(most_tag=).");
+    "What C and Python must know alike. A tuple contains the names of the numbers from 0 on; PLAN_HEADER contains the "
+    "names of the numbers with which a plan begins. Called after configure(most_tag=).");
 static PyObject *constants(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   static const struct {

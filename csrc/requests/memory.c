@@ -17,19 +17,19 @@ static struct {
 } spare = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 struct block *block_take(size_t bytes, char **data) {
-  struct block *found = NULL;
+  struct block *block = NULL;
   pthread_mutex_lock(&spare.lock);
-  for (int i = 0; i < SPARE_BLOCKS && found == NULL; i++)
+  for (int i = 0; i < SPARE_BLOCKS && block == NULL; i++)
     if (spare.blocks[i] != NULL && spare.blocks[i]->bytes >= bytes && spare.blocks[i]->bytes / 2 <= bytes)
-      found = spare.blocks[i], spare.blocks[i] = NULL, spare.bytes -= found->bytes;
+      block = spare.blocks[i], spare.blocks[i] = NULL, spare.bytes -= block->bytes;
   pthread_mutex_unlock(&spare.lock);
-  if (found == NULL && (found = aligned_alloc(64, (sizeof *found + bytes + 63) / 64 * 64)) != NULL)
-    found->bytes = bytes;
-  if (found != NULL) *data = found->data;
-  return found;
+  if (block == NULL && (block = aligned_alloc(64, (sizeof *block + bytes + 63) / 64 * 64)) != NULL)
+    block->bytes = bytes;
+  if (block != NULL) *data = block->data;
+  return block;
 }
 
-/* Keeps a block in the place of none or of the smallest one. Returns the block that has no place. */
+/* Keep a block in an empty place, or in the place of the smallest block. Return the block that has no place. */
 static struct block *keep_block(struct block *block) {
   int least = 0;
   for (int i = 0; i < SPARE_BLOCKS && spare.blocks[least] != NULL; i++)

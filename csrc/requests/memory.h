@@ -1,6 +1,6 @@
-/* Memory for what is in flight. Fresh memory of the system's costs more than a copy into it, so some is kept.
+/* Memory for the data of requests. Fresh memory of the system costs more than a copy into it, so some is kept.
  *
- * Threads: any. It has a lock of its own, which may be taken under any other. */
+ * Threads: any. A lock of this file protects it. That lock may be taken under any other. */
 #ifndef JAXMPI_REQUEST_MEMORY_H
 #define JAXMPI_REQUEST_MEMORY_H
 
@@ -8,10 +8,10 @@
 
 struct block;
 
-/* A block with room for `bytes`, at `data`. NULL: out of memory. */
+/* Return a block with room for `bytes`, at `data`. NULL: out of memory. */
 struct block *block_take(size_t bytes, char **data);
 
-/* Gives a block back, which may be NULL. */
+/* Give a block back, which may be NULL. */
 void block_give(struct block *block);
 
 #endif

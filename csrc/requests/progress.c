@@ -8,7 +8,7 @@ enum { PAUSE_NANOSECONDS = 200000, PAUSES = 50 /* after a blocking operation has
 
 atomic_long progress_patience = 2000000;
 
-/* All of it under the lock. */
+/* The lock protects all of it. */
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t wake;
@@ -16,8 +16,8 @@ static struct {
   progress_work *work;
   int64_t long_ones;
   bool running, asleep, ending;
-  bool calm;  /* nothing has been posted since the thread looked last */
-  int pauses; /* of those before it is calm again */
+  bool calm;  /* nothing has been posted since the thread last polled */
+  int pauses; /* how many short pauses are left before the thread polls rarely again */
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
 static void *run_progress(void *unused);
@@ -56,8 +56,8 @@ void progress_hurry(void) {
   pthread_mutex_unlock(&state.lock);
 }
 
-/* For `progress_patience`, or until something is posted or long, if nothing has been for so long. Whether it is time to
- * look for what is posted. */
+/* Wait for `progress_patience`, or until something is posted or long, if nothing has been for so long. Return whether
+ * to poll for posted receives now. */
 static bool rest_a_while(void) {
   if (state.calm) {
     state.asleep = true;
@@ -69,7 +69,7 @@ static bool rest_a_while(void) {
   return thread_wait(&state.wake, &state.lock, atomic_load(&progress_patience));
 }
 
-/* Looks, without the lock. `often`: at what is long as well, after which there is a pause. */
+/* Poll without the lock. `often`: poll the long requests, too, and then pause. */
 static void poll_once(bool often) {
   pthread_mutex_unlock(&state.lock);
   queue_match(NULL, NULL, 0);

@@ -5,7 +5,7 @@
 struct unexpected {
   struct unexpected *next;
   struct communicator *comm;
-  struct message_found found;
+  struct message_info info;
 };
 
 atomic_int queue_posted_count;
@@ -15,7 +15,7 @@ static struct unexpected *first_unexpected;
 
 /* --- the queues: under the lock --- */
 
-/* Changed under the lock alone, and read without it. */
+/* Change a counter under the lock. It is read without the lock. */
 static void count_more(atomic_int *number, int more) {
   atomic_store_explicit(number, atomic_load_explicit(number, memory_order_relaxed) + more, memory_order_release);
 }
@@ -39,12 +39,12 @@ static void remove_receive(struct receive *receive) {
   count_more(&queue_posted_count, -1);
 }
 
-static bool append_unexpected(struct communicator *comm, const struct message_found *found) {
-  struct unexpected *made = aligned_alloc(_Alignof(struct unexpected), sizeof *made), **at = &first_unexpected;
-  if (made == NULL) return false;
-  *made = (struct unexpected){.comm = comm, .found = *found};
+static bool append_unexpected(struct communicator *comm, const struct message_info *info) {
+  struct unexpected *entry = aligned_alloc(_Alignof(struct unexpected), sizeof *entry), **at = &first_unexpected;
+  if (entry == NULL) return false;
+  *entry = (struct unexpected){.comm = comm, .info = *info};
   while (*at != NULL) at = &(*at)->next;
-  *at = made;
+  *at = entry;
   count_more(&comm->queued, 1);
   return true;
 }
@@ -59,9 +59,9 @@ static void remove_unexpected(struct unexpected *message) {
 
 /* --- which message is for which receive --- */
 
-static bool receive_fits(const struct receive *receive, const struct message_found *found) {
-  return (receive->source == runtime.abi->any_source || receive->source == found->source) &&
-         receive_accepts(receive, found->tag);
+static bool receive_fits(const struct receive *receive, const struct message_info *info) {
+  return (receive->source == runtime.abi->any_source || receive->source == info->source) &&
+         receive_accepts(receive, info->tag);
 }
 
 static bool receives_overlap(const struct receive *a, const struct receive *b) {
@@ -70,57 +70,57 @@ static bool receives_overlap(const struct receive *a, const struct receive *b) {
          (a->tag == b->tag || a->tag == any_tag || b->tag == any_tag);
 }
 
-/* Whether what fits `a` also fits `b`. */
+/* Return whether every message that fits `a` also fits `b`. */
 static bool is_within(const struct receive *a, const struct receive *b) {
   return (b->source == runtime.abi->any_source || a->source == b->source) &&
          (b->tag == runtime.abi->any_tag || a->tag == b->tag);
 }
 
-/* The first posted receive of the communicator that a message fits, before `last`; otherwise `last`. */
-static struct receive *first_for(const struct communicator *comm, const struct message_found *found,
+/* Return the first posted receive of the communicator that a message fits, before `last`; otherwise `last`. */
+static struct receive *first_for(const struct communicator *comm, const struct message_info *info,
                                  struct receive *last) {
   struct receive *to = first_posted;
-  while (to != last && (to->comm != comm || !receive_fits(to, found))) to = to->next;
+  while (to != last && (to->comm != comm || !receive_fits(to, info))) to = to->next;
   return to;
 }
 
-/* Whether a message may fit this receive and an earlier one, which then must have the first message that fits it: that
- * may be another, which has come since the earlier one was tried. */
+/* Return whether a message may fit this receive and an earlier one. The earlier one must then get the first message
+ * that fits it. That may be another message, which has come since the earlier receive was tried. */
 static bool is_behind_others(const struct receive *receive) {
   const struct receive *other = first_posted;
   while (other != receive && (!receives_overlap(other, receive) || is_within(other, receive))) other = other->next;
   return other != receive;
 }
 
-static void deliver_message(struct receive *receive, const struct message_found *found) {
+static void deliver_message(struct receive *receive, const struct message_info *info) {
   remove_receive(receive);
-  receive->found = *found;
+  receive->info = *info;
   receive->state = RECEIVE_MATCHED;
   runtime.abi->receive(receive);
 }
 
-/* Delivers an unexpected message to a receive, if there is one for it. */
+/* Deliver an unexpected message to a receive, if one fits it. Return whether it did. */
 static bool deliver_unexpected(struct receive *receive) {
   struct unexpected *message = first_unexpected;
-  while (message != NULL && (message->comm != receive->comm || !receive_fits(receive, &message->found)))
+  while (message != NULL && (message->comm != receive->comm || !receive_fits(receive, &message->info)))
     message = message->next;
   if (message == NULL) return false;
-  deliver_message(receive, &message->found);
+  deliver_message(receive, &message->info);
   remove_unexpected(message);
   return true;
 }
 
-/* Matches a message that is not for a receive with any tag which has found it: delivers it to the receive that it is
- * for, or keeps it. Returns an MPI error code, or CODE_NO_MEMORY. */
+/* Match a message that a receive with any tag was offered and may not have. Deliver it to another receive, or keep
+ * it. Return an MPI error code, or CODE_NO_MEMORY. */
 static int match_for_others(struct communicator *comm, int source, int tag) {
-  struct message_found found;
+  struct message_info info;
   bool there = false;
-  int code = runtime.abi->match(comm, source, tag, &there, &found);
+  int code = runtime.abi->match(comm, source, tag, &there, &info);
   if (code != 0 || !there) return code;
-  struct receive *to = first_for(comm, &found, NULL);
+  struct receive *to = first_for(comm, &info, NULL);
   if (to != NULL)
-    deliver_message(to, &found);
-  else if (!append_unexpected(comm, &found))
+    deliver_message(to, &info);
+  else if (!append_unexpected(comm, &info))
     return CODE_NO_MEMORY;
   return 0;
 }
@@ -131,34 +131,34 @@ static bool fail_match(struct receive *receive, const char *function, int code) 
   return false;
 }
 
-/* If a message has come that this receive may have: delivers it, or one before it, to the first receive that it fits.
- */
+/* Match a message that this receive may have, if one has come. Deliver it, or an earlier message, to the first
+ * receive that it fits. */
 static bool match_posted(struct receive *receive) {
-  struct message_found found;
+  struct message_info info;
   bool there = false;
   int code, source = receive->source, tag = receive->tag;
   if (deliver_unexpected(receive)) return true;
   if (tag == runtime.abi->any_tag || is_behind_others(receive)) {
-    code = runtime.abi->probe(receive->comm, source, tag, &there, &found);
+    code = runtime.abi->probe(receive->comm, source, tag, &there, &info);
     if (code != 0) return fail_match(receive, "MPI_Iprobe", code);
     if (!there) return false;
-    if (!receive_accepts(receive, found.tag)) {
-      code = match_for_others(receive->comm, found.source, found.tag);
+    if (!receive_accepts(receive, info.tag)) {
+      code = match_for_others(receive->comm, info.source, info.tag);
       return code == 0 || fail_match(receive, "MPI_Improbe", code);
     }
-    struct receive *to = first_for(receive->comm, &found, receive);
+    struct receive *to = first_for(receive->comm, &info, receive);
     if (to != receive && !is_within(to, receive)) return match_posted(to);
-    source = found.source, tag = found.tag;
+    source = info.source, tag = info.tag;
   }
-  code = runtime.abi->match(receive->comm, source, tag, &there, &found);
+  code = runtime.abi->match(receive->comm, source, tag, &there, &info);
   if (code != 0) return fail_match(receive, "MPI_Improbe", code);
-  if (there) deliver_message(first_for(receive->comm, &found, receive), &found);
+  if (there) deliver_message(first_for(receive->comm, &info, receive), &info);
   return there;
 }
 
 static void match_all(const struct communicator *comm) {
   struct receive *next;
-  /* Unexpected messages have come before those that MPI has. */
+  /* Unexpected messages came before the messages that MPI still has. */
   for (struct receive *receive = first_unexpected != NULL ? first_posted : NULL; receive != NULL; receive = next) {
     next = receive->next;
     if (receive->state == RECEIVE_POSTED) deliver_unexpected(receive);
@@ -225,9 +225,9 @@ bool queue_has(const struct receive receives[], int count) {
   return posted;
 }
 
-bool queue_add_unexpected(struct communicator *comm, const struct message_found *found) {
+bool queue_add_unexpected(struct communicator *comm, const struct message_info *info) {
   pthread_mutex_lock(&lock);
-  bool kept = append_unexpected(comm, found);
+  bool kept = append_unexpected(comm, info);
   pthread_mutex_unlock(&lock);
   return kept;
 }

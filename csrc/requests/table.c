@@ -18,22 +18,22 @@ enum {
   MILLISECONDS_TO_GIVE_UP = 200
 };
 
-/* All of it under the lock. */
+/* The lock protects all of it. */
 static struct {
   pthread_mutex_t lock;
-  struct request **places; /* NULL: nothing in flight there */
+  struct request **places; /* NULL: no request there */
   int room, used;          /* of places */
   uint32_t *generations;   /* of the last request at each place */
   int *unused, unused_count;
   int64_t in_flight, begun;
-  bool ended;            /* MPI is being finalized: no request is looked at any more */
-  _Atomic pid_t process; /* that has begun any; 0: none */
+  bool ended;            /* MPI is being finalized: no request is polled any more */
+  _Atomic pid_t process; /* the process that started the requests; 0: none */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* Usual requests with nothing in flight, which keep their places: taken and given without the lock. */
+/* Usual requests that are not in use. They keep their places. They are taken and given back without the lock. */
 static struct request *_Atomic spares[SPARE_REQUESTS];
 
-static void look_at_requests(void);
+static void poll_requests(void);
 
 /* --- memory --- */
 
@@ -60,13 +60,13 @@ static struct request *allocate(bool usual, int handles, int receives) {
 
 static struct request *spare_take(void) {
   for (int i = 0; i < SPARE_REQUESTS; i++) {
-    struct request *found = atomic_load_explicit(&spares[i], memory_order_relaxed);
-    if (found != NULL && (found = atomic_exchange(&spares[i], NULL)) != NULL) return found;
+    struct request *request = atomic_load_explicit(&spares[i], memory_order_relaxed);
+    if (request != NULL && (request = atomic_exchange(&spares[i], NULL)) != NULL) return request;
   }
   return NULL;
 }
 
-/* False: enough are kept. */
+/* False: the place for spares is full. */
 static bool spare_give(struct request *request) {
   for (int i = 0; i < SPARE_REQUESTS; i++) {
     struct request *none = NULL;
@@ -77,7 +77,7 @@ static bool spare_give(struct request *request) {
   return false;
 }
 
-/* --- numbers --- */
+/* --- ids --- */
 
 static bool grow_table(void) {
   int room = all.room > 0 ? 2 * all.room : 64;
@@ -101,28 +101,28 @@ static int new_place(void) {
   return all.used++;
 }
 
-/* The numbers are pairs of float32: one, or one for each array of a batch. */
-static bool are_numbers(const struct buffer *id) {
+/* An id is a pair of float32, or one pair for each array of a batch. */
+static bool is_id(const struct buffer *id) {
   return id->type != NULL && id->type->code == FFI_DTYPE_F32 && id->count >= 2 && id->count % 2 == 0;
 }
 
-/* The constant that stands for no request (NOTHING of _operations/requests.py): zeros of int32. */
+/* The constant for no request (NOTHING of _operations/requests.py): zeros of int32. */
 static bool is_nothing(const struct buffer *id) {
   if (id->type == NULL || id->type->code != FFI_DTYPE_S32) return false;
-  const int32_t *given = id->data;
+  const int32_t *values = id->data;
   int64_t zeros = 0;
-  while (zeros < id->count && given[zeros] == 0) zeros++;
+  while (zeros < id->count && values[zeros] == 0) zeros++;
   return zeros == id->count;
 }
 
-static ffi_error *fail_numbers(const struct call *call, const struct buffer *id) {
+static ffi_error *fail_id(const struct call *call, const struct buffer *id) {
   if (id->count == 0)
     return call_fail(call, FFI_UNIMPLEMENTED,
                      "a request of no arrays at all: jax.vmap maps it over an axis of length 0");
-  return call_fail(call, FFI_INTERNAL, "the numbers of a request have another shape: reinstall jaxmpi");
+  return call_fail(call, FFI_INTERNAL, "the id of a request has another shape: reinstall jaxmpi");
 }
 
-/* One with a place. `place`: -1 if there was none left. */
+/* Return a request with a place. `place`: -1 if none was left. */
 static struct request *new_request(bool usual, int handles, int receives, int *place) {
   struct request *made = allocate(usual, handles, receives);
   pthread_mutex_lock(&all.lock);
@@ -143,7 +143,7 @@ static void free_request(struct request *request) {
 
 ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
                        struct request **request) {
-  if (!are_numbers(id)) return fail_numbers(call, id);
+  if (!is_id(id)) return fail_id(call, id);
   bool usual = handles <= 1 && receives <= 1;
   int place = 0;
   struct request *made = usual ? spare_take() : NULL;
@@ -165,7 +165,7 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   summarize(call, made->summary);
   made->type = NULL, made->count = 0, made->label = 0;
   made->result = NULL, made->code = 0, made->function = NULL;
-  made->handle_count = 0; /* as many as have been begun */
+  made->handle_count = 0; /* grows as operations are started */
   made->receive_count = receives;
   memset(made->receives, 0, (size_t)receives * sizeof *made->receives);
   *request = made;
@@ -185,7 +185,7 @@ static void write_id(const struct request *request, const struct buffer *id) {
   }
 }
 
-/* A child of fork has neither the thread nor what was started. */
+/* A child of fork has neither the thread nor the requests. */
 static void note_process(void) {
   if (atomic_load_explicit(&all.process, memory_order_relaxed) == 0) atomic_store(&all.process, getpid());
 }
@@ -193,7 +193,7 @@ static void note_process(void) {
 void request_post(struct receive *receive) {
   note_process();
   queue_post(receive);
-  progress_posted(look_at_requests);
+  progress_posted(poll_requests);
 }
 
 void request_begin(struct request *request, const struct buffer *id, int64_t moved) {
@@ -207,68 +207,68 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
   for (int i = 0; i < request->receive_count; i++)
     if (request->receives[i].source != runtime.abi->proc_null) request_post(&request->receives[i]);
   request->is_long = moved >= LONG_BYTES;
-  if (request->is_long) progress_long(1, look_at_requests);
+  if (request->is_long) progress_long(1, poll_requests);
   pthread_mutex_unlock(&all.lock);
   write_id(request, id);
 }
 
-/* The place of an id, -1: there is none. */
+/* Return the place of the request with an id, or -1. */
 static int place_of(const struct buffer *id) {
-  const float *given = id->data;
-  if (!are_numbers(id) || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
-  int place = (int)given[0] - 1;
+  const float *ids = id->data;
+  if (!is_id(id) || !(ids[0] >= 1) || ids[0] > (float)all.used || ids[0] != (float)(int)ids[0]) return -1;
+  int place = (int)ids[0] - 1;
   const struct request *there = all.places[place];
-  return there != NULL && (float)there->generation == given[1] ? place : -1;
+  return there != NULL && (float)there->generation == ids[1] ? place : -1;
 }
 
 static const char *why_none(bool none, int64_t zero) {
   if (none && zero < 0)
     return "on this rank an operation was started in a function that is differentiated, and is not waited for there: "
            "gradients would be wrong. Wait for each request inside of that function";
-  return none ? "this is no request: its numbers are zeros"
-              : "this request has been waited for already, or is none of this process, or its communicator has been "
-                "given up by jaxmpi.recover. Each request is "
-                "waited for once; where a function that waits is executed again (jax.checkpoint "
-                "executes one again for its derivative), start in it as well";
+  return none ? "this is not a request: it was never started"
+              : "this request has been waited for already, or is of another process, or the communicator has been "
+                "given up by jaxmpi.recover. Each request is waited for once. If a function that waits is executed "
+                "again "
+                "(jax.checkpoint executes one again for its derivative), start in that function as well";
 }
 
-/* Takes the request at a place out of the table, under the lock. */
+/* Take the request at a place out of the table. The caller holds the lock. */
 static struct request *take_from(int place) {
   struct request *taken = all.places[place];
   all.places[place] = NULL;
   all.in_flight--;
-  progress_long(-taken->is_long, look_at_requests);
+  progress_long(-taken->is_long, poll_requests);
   return taken;
 }
 
 struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error) {
   *error = NULL;
   if (zero > 0 && is_nothing(id)) return NULL;
-  if (!are_numbers(id)) *error = fail_numbers(call, id);
+  if (!is_id(id)) *error = fail_id(call, id);
   if (*error != NULL) return NULL;
-  const float *given = id->data;
+  const float *ids = id->data;
   for (int64_t i = 2; i < id->count && *error == NULL; i++)
-    if (given[i] != given[i % 2])
+    if (ids[i] != ids[i % 2])
       *error =
           call_fail(call, FFI_UNIMPLEMENTED,
                     "several requests where one is expected: jax.vmap maps the predicate of a jax.lax.cond or "
                     "while_loop that returns it, and its branches have started one each. Wait inside of the branch");
-  bool none = given[0] == 0 && given[1] == 0;
+  bool none = ids[0] == 0 && ids[1] == 0;
   if (*error != NULL || (none && zero > 0)) return NULL;
   pthread_mutex_lock(&all.lock);
   int place = place_of(id);
-  struct request *found = place >= 0 ? all.places[place] : NULL;
-  if (found != NULL) {
+  struct request *request = place >= 0 ? all.places[place] : NULL;
+  if (request != NULL) {
     take_from(place);
-    if (found->receive_count == 1 && found->receives[0].request != NULL)
-      found->receives[0].exclusive = queue_withdraw_alone(&found->receives[0]);
+    if (request->receive_count == 1 && request->receives[0].request != NULL)
+      request->receives[0].exclusive = queue_withdraw_alone(&request->receives[0]);
   }
   pthread_mutex_unlock(&all.lock);
-  if (found == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
-  return found;
+  if (request == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
+  return request;
 }
 
-/* Takes out of the table the first receive of a run, from place `at` on, whose message has not been matched. */
+/* Take the next irecv of a run out of the table, from place `at` on, unless the message has been matched. */
 static struct request *take_abandoned(int64_t run, int *at) {
   struct request *taken = NULL;
   pthread_mutex_lock(&all.lock);
@@ -294,13 +294,13 @@ static ffi_error *fail_order(const struct call *call, const struct operation *st
                                                                : "use a communicator of its own, comm.Dup(), for one";
   return call_fail(
       call, FFI_FAILED_PRECONDITION,
-      "in reverse mode, operations that MPI cannot tell apart (messages with the same rank and tag, the collectives of "
-      "a communicator, or one exchange several times) must be waited for in the order in which they were started, "
-      "or their gradients would be exchanged. Wait in that order, or %s",
+      "in reverse mode, some operations must be waited for in the order in which they were started, or their gradients "
+      "would be exchanged. These are messages with the same rank and tag, the collectives of a communicator, and one "
+      "exchange several times: MPI cannot distinguish them. Wait in that order, or %s",
       advice);
 }
 
-/* Whether it is the adjoint of an operation, or the value of one in a further derivative. */
+/* Return whether it is the adjoint of an operation, or the value of one in a higher derivative. */
 static bool is_adjoint(const struct request *request) {
   int own = attribute_of(request->operation, KIND_ADJOINT),
       all_have = attribute_of(request->operation, KIND_DERIVATIVE);
@@ -308,13 +308,13 @@ static bool is_adjoint(const struct request *request) {
                   : all_have >= 0 && request->attributes[all_have] >= DERIVATIVE_COTANGENT;
 }
 
-/* MPI tells collectives apart by their order alone. */
+/* MPI distinguishes collectives by their order alone. */
 static bool is_collective(const struct operation *operation) {
   return attribute_of(operation, KIND_DERIVATIVE) >= 0 && attribute_of(operation, KIND_PLAN) < 0;
 }
 
-/* Whether MPI may take one of two adjoints for the other. */
-static bool are_alike(const struct request *one, const struct request *other) {
+/* Return whether MPI may take one of two adjoints for the other. */
+static bool may_be_confused(const struct request *one, const struct request *other) {
   size_t bytes = (size_t)one->operation->attribute_count * sizeof *one->attributes;
   if (is_collective(one->operation)) return is_collective(other->operation) && other->comm == one->comm;
   return other->operation == one->operation && memcmp(other->attributes, one->attributes, bytes) == 0;
@@ -326,7 +326,7 @@ ffi_error *request_check_order(const struct call *call, const struct request *re
   pthread_mutex_lock(&all.lock);
   for (int i = 0; i < all.used && all.in_flight > 0 && !earlier; i++) {
     const struct request *other = all.places[i];
-    earlier = other != NULL && other->serial < request->serial && is_adjoint(other) && are_alike(request, other);
+    earlier = other != NULL && other->serial < request->serial && is_adjoint(other) && may_be_confused(request, other);
   }
   pthread_mutex_unlock(&all.lock);
   return earlier ? fail_order(call, request->operation) : NULL;
@@ -353,14 +353,14 @@ int64_t requests_in_flight(void) {
   return count;
 }
 
-/* What the thread looks at. */
-static void look_at_requests(void) {
+/* What the background thread calls in each poll. */
+static void poll_requests(void) {
   pthread_mutex_lock(&all.lock);
   bool ended = all.ended;
   for (int i = 0; i < all.used && !ended; i++)
     if (all.places[i] != NULL && all.places[i]->is_long) {
       all.places[i]->is_long = runtime.abi->test_request(all.places[i]);
-      if (!all.places[i]->is_long) progress_long(-1, look_at_requests);
+      if (!all.places[i]->is_long) progress_long(-1, poll_requests);
     }
   pthread_mutex_unlock(&all.lock);
 }
@@ -369,21 +369,21 @@ void requests_forget(const struct communicator *comm) {
   queue_forget(comm);
   if (comm != runtime.self) return;
   progress_end();
-  pthread_mutex_lock(&all.lock); /* whoever looks has looked, and nobody does from here on */
+  pthread_mutex_lock(&all.lock); /* the last poll is over after this */
   all.ended = true;
   pthread_mutex_unlock(&all.lock);
 }
 
 static struct request *take_one_on(const struct communicator *comm) {
-  struct request *found = NULL;
+  struct request *request = NULL;
   pthread_mutex_lock(&all.lock);
-  for (int i = 0; i < all.used && found == NULL; i++)
-    if (all.places[i] != NULL && all.places[i]->comm == comm) found = take_from(i);
+  for (int i = 0; i < all.used && request == NULL; i++)
+    if (all.places[i] != NULL && all.places[i]->comm == comm) request = take_from(i);
   pthread_mutex_unlock(&all.lock);
-  return found;
+  return request;
 }
 
-/* Whether MPI has let go of its memory. */
+/* Return whether MPI soon stops using the memory of a request. */
 static bool ends_soon(struct request *request) {
   bool under_way = true;
   for (int i = 0; i < MILLISECONDS_TO_GIVE_UP && under_way; i++) {
@@ -398,7 +398,7 @@ static bool ends_soon(struct request *request) {
 int64_t requests_give_up_on(const struct communicator *comm) {
   int64_t count = 0;
   for (struct request *request; (request = take_one_on(comm)) != NULL; count++)
-    if (ends_soon(request)) request_end(request); /* else its memory is never used again */
+    if (ends_soon(request)) request_end(request); /* else the memory is never used again */
   return count;
 }
 
@@ -413,20 +413,20 @@ static void name_request(const struct request *request) {
   fprintf(stderr, "%s\n", text.characters);
 }
 
-/* Whether MPI calls a function of the user's for it. */
-static bool is_by_user(const struct request *request) {
+/* Return whether MPI calls a user's reduction function for the request. */
+static bool is_user_reduction(const struct request *request) {
   int op = attribute_of(request->operation, KIND_REDUCTION);
   return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;
 }
 
-/* How many of them are under way. */
-static int64_t by_users_under_way(void) {
+/* How many requests with user's reductions are under way. */
+static int64_t user_reductions_under_way(void) {
   int64_t count = 0;
   if (runtime_has_ended()) return 0;
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   pthread_mutex_lock(&all.lock);
   for (int i = 0; i < all.used; i++)
-    if (all.places[i] != NULL && is_by_user(all.places[i])) count += runtime.abi->test_request(all.places[i]);
+    if (all.places[i] != NULL && is_user_reduction(all.places[i])) count += runtime.abi->test_request(all.places[i]);
   pthread_mutex_unlock(&all.lock);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   return count;
@@ -444,16 +444,16 @@ static void name_all(void) {
 }
 
 int64_t requests_finish(void) {
-  static atomic_bool told;
+  static atomic_bool named_already;
   if (atomic_load(&all.process) != getpid()) return 0;
   progress_end();
   progress_join();
-  bool again = atomic_exchange(&told, true);
+  bool again = atomic_exchange(&named_already, true);
   if (!again) name_all();
-  int64_t under_way = by_users_under_way();
+  int64_t under_way = user_reductions_under_way();
   for (int i = 0; !again && under_way > 0 && i < MILLISECONDS_AT_END; i++) {
     nanosleep(&(struct timespec){0, 1000000}, NULL);
-    under_way = by_users_under_way();
+    under_way = user_reductions_under_way();
   }
   return under_way;
 }

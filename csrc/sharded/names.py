@@ -1,4 +1,4 @@
-"""Prints names.def: what jaxlib looks up in the library that MPITRAMPOLINE_LIB names. `python names.py > names.def`
+"""Prints names.def: the names that jaxlib looks up in the library of MPITRAMPOLINE_LIB. `python names.py > names.def`
 
 MPItrampoline, which is compiled into jaxlib, has these names as strings. With --check it prints nothing, and fails if
 this environment's jaxlib has a name that names.def and trampoline.c lack: then `import jax` would end the process.
@@ -16,7 +16,7 @@ NAME = re.compile(rb"\0(MPIX?ABI_\w+|mpiwrapper_\w+|mpiabi_(?!loaded)\w+)(?=\0)"
 
 
 def wanted() -> set[str]:
-    """The names that jaxlib looks up."""
+    """Return the names that jaxlib looks up."""
     names: set[str] = set()
     for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):
         names.update(name.decode() for name in NAME.findall(library.read_bytes()))
@@ -24,13 +24,13 @@ def wanted() -> set[str]:
 
 
 def exported(library: str) -> set[str]:
-    """The names that a library has, by nm."""
-    said = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
-    return {line.split()[-1] for line in said.stdout.splitlines()}
+    """Return the names that a library exports, by nm."""
+    listing = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in listing.stdout.splitlines()}
 
 
 def is_function(name: str) -> bool:
-    """MPItrampoline's functions are named like MPI's: one capital letter, then small ones; constants are capitals."""
+    """Return whether a name is a function's: a capital letter, then a small one, as in MPI. Constants are capitals."""
     return re.match(r"MPIX?ABI_[A-Z][a-z]", name) is not None
 
 

@@ -28,7 +28,7 @@ static const ffi_frame frame = {.struct_size = sizeof frame, .api = &api};
 
 /* --- calls ------------------------------------------------------------------------------------------------------- */
 
-/* What is not set here is set by the functions below: attributes, and buffers in the order of ops.def. */
+/* Begin a call. Callers set the other attributes, and pass the buffers in the order of ops.def. */
 static void begin_call(struct call *call, int row, struct communicator *comm) {
   memset(call, 0, offsetof(struct call, buffers));
   call->frame = &frame;
@@ -52,7 +52,7 @@ static void set_attribute(struct call *call, const char *name, int64_t value) {
   call->attributes[i] = value;
 }
 
-/* XLA's number of elements may not have fitted an int. */
+/* Check the buffers of a call. XLA's number of elements may have exceeded an int. */
 static ffi_error *check_count(const struct call *call) {
   for (int i = 0; i < call->buffer_count; i++)
     if (call->buffers[i].type == NULL)
@@ -115,15 +115,15 @@ ffi_error *sharded_exchange(const void *in, int bytes, int to, void *out, int fr
 struct message {
   struct call call;
   bool sent;
-  intptr_t request; /* of MPI's, if sent */
+  intptr_t request; /* the MPI_Request, if sent */
 };
 
 static struct message *message_of(const struct call *call) {
-  struct message *made = malloc(sizeof *made);
-  if (made == NULL) return NULL;
-  call_copy(&made->call, call);
-  made->sent = false;
-  return made;
+  struct message *message = malloc(sizeof *message);
+  if (message == NULL) return NULL;
+  call_copy(&message->call, call);
+  message->sent = false;
+  return message;
 }
 
 ffi_error *sharded_send(const void *in, int bytes, int to, struct communicator *comm, struct message **message) {
@@ -145,8 +145,8 @@ ffi_error *sharded_send(const void *in, int bytes, int to, struct communicator *
   return call_fail_mpi(&call, code);
 }
 
-/* All that XLA's program sends has been sent before it waits for what it receives; so receiving is left to the wait,
- * where it is a call like any other. */
+/* Prepare a receive. XLA's program sends all messages before it waits for those that it receives. So the wait receives
+ * the message, as a call like any other. */
 ffi_error *sharded_receive(void *out, int bytes, int from, struct communicator *comm, struct message **message) {
   struct call call;
   begin_call(&call, ROW_recv, comm);

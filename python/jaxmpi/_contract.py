@@ -20,7 +20,7 @@ from jaxmpi import notoken
 from jaxmpi._derivatives import hooks
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._primitive import effect
-from jaxmpi._primitive.effect import EFFECT, Refusal
+from jaxmpi._primitive.effect import EFFECT, Unsupported
 from jaxmpi._primitive.operation import is_ours
 
 Operations = list[tuple[str, str, str]]
@@ -400,7 +400,7 @@ def check() -> None:
         finally:
             _state.progress = Progress.TESTED
     if _state.broken is not None:
-        raise Refusal(
+        raise Unsupported(
             f"jaxmpi: derivatives of communication are refused. JAX {jax.__version__} breaks an assumption on which "
             f"they rely: {_state.broken}. {internals.ADVICE}"
         )

@@ -27,9 +27,9 @@ from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Layout, Widths
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
-from jaxmpi._mpi.clones import clone_of
 from jaxmpi._mpi.communicators import Local
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.private_comms import clone_of
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._primitive import arguments, keys
 
 _COPIES, _BLOCKS = 3301, 3302
@@ -268,7 +268,7 @@ class Replica(Local):
             self._together(restores=True)
             comm = clone_of(grid.comm)
             saves = [_HeldSave(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
-            reports = agreement.told(comm, _Report(self._last, saves, communicators.has_stepped_in()))
+            reports = agreement.gather_objects(comm, _Report(self._last, saves, communicators.has_stepped_in()))
             self._last = max(report.last for report in reports)
             newest = _newest(reports)
             if newest is None:
@@ -408,7 +408,7 @@ class Replica(Local):
             assert saved is not None
             return saved
         described = [("the fields", repr(self._fields)), ("the structure", str(self._structure))]
-        agreement.alike(comm, "Replica.restore", lambda: (None, described), _differs)
+        agreement.check_equal(comm, "Replica.restore", lambda: (None, described), _differs)
         first, save = next((rank, save) for rank, save in enumerate(saves) if save is not None)
         same = saved.same if saved is not None else None
         same = pickle.loads(agreement.on_root(comm, "Replica.restore", lambda: pickle.dumps(same), first))
@@ -462,7 +462,7 @@ class Replica(Local):
 def _wait(requests: Sequence[MPI.Request]) -> None:
     """Wait for all requests, and raise the first error. Wait one by one, because a wait for several reports the class
     of an error only in their statuses. A failed request becomes null: a second wait returns as if it had completed."""
-    errors = [agreement.attempt(request.Wait)[1] for request in requests]
+    errors = [agreement.capture(request.Wait)[1] for request in requests]
     for error in errors:
         if error is not None:
             raise error
@@ -494,11 +494,11 @@ def _overlap(spec: _Field, old: Layout, source: int, new: Layout, target: int) -
 def _collect(saved: _Saved) -> None:
     """Take the blocks of a save that have arrived, after a death."""
     for other, (room, requests) in saved.under_way.items():
-        done = [agreement.attempt(request.Wait)[1] is None for request in requests]
+        done = [agreement.capture(request.Wait)[1] is None for request in requests]
         if all(done):
             saved.blocks[other] = room
     for request in saved.sends:
-        agreement.attempt(request.Wait)
+        agreement.capture(request.Wait)
     saved.under_way, saved.sends = {}, []
 
 

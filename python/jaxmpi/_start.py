@@ -49,10 +49,10 @@ def _start() -> None:
     _bound = True
     atexit.register(_end)
 
-    from jaxmpi._mpi import apart, communicators, survival
+    from jaxmpi._mpi import communicators, launch_check, survival
     from jaxmpi._primitive import effect
 
-    apart.warn()  # if the launcher and MPI do not know each other
+    launch_check.warn()  # if the launcher and MPI do not know each other
     effect.install()  # JAX keeps what communicates in program order
     communicators.agree()  # on settings, with the other ranks; the default communicator; the timeline begins
     communicators.know()  # those that every run has

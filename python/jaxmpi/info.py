@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxmpi import _start, run
 from jaxmpi._launcher import before_jax, versions
-from jaxmpi._mpi import absent
+from jaxmpi._mpi import import_errors
 
 
 def facts() -> Iterator[tuple[str, str]]:
@@ -67,15 +67,15 @@ def problems() -> Iterator[str]:
     import jax
     from mpi4py import MPI
 
-    from jaxmpi._mpi import apart, library
+    from jaxmpi._mpi import launch_check, library
 
     if problem := versions.unmet():
         yield problem
     abi, path = library.LIBRARY.abi, library.LIBRARY.path
     mpiexec = run.find_mpiexec()
-    problem = apart.text(MPI.COMM_WORLD.size, abi, path, os.environ)
+    problem = launch_check.text(MPI.COMM_WORLD.size, abi, path, os.environ)
     if not problem and mpiexec is not None and MPI.COMM_WORLD.size == 1:
-        problem = apart.of_another(mpiexec, run.flavour(mpiexec), abi, path)
+        problem = launch_check.of_another(mpiexec, run.flavour(mpiexec), abi, path)
     if problem:
         yield problem
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -84,9 +84,10 @@ def problems() -> Iterator[str]:
             "runs. Leave mpi4py.rc.thread_level at 'multiple'."
         )
     if mpiexec is None:
-        yield f"no mpiexec found in this environment or on PATH: {absent.how_to_install(absent.packages())}."
-    elif len(packages := absent.packages()) > 1:
-        yield f"{absent.how_to_install(packages)}."
+        how = import_errors.how_to_install(import_errors.packages())
+        yield f"no mpiexec found in this environment or on PATH: {how}."
+    elif len(packages := import_errors.packages()) > 1:
+        yield f"{import_errors.how_to_install(packages)}."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     threads = int(os.environ.get("PJRT_NPROC") or len(run.usable_cpus()))
     if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):

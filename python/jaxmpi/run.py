@@ -386,9 +386,9 @@ def main(arguments: list[str] | None = None) -> int:
     if mpiexec is not None and shutil.which(mpiexec) is None:
         sys.exit(f"jaxmpi.run: --mpiexec: {mpiexec} is no program on PATH")
     if mpiexec is None:
-        from jaxmpi._mpi import absent
+        from jaxmpi._mpi import import_errors
 
-        sys.exit(f"jaxmpi.run: no mpiexec found: {absent.how_to_install(absent.packages())}")
+        sys.exit(f"jaxmpi.run: no mpiexec found: {import_errors.how_to_install(import_errors.packages())}")
     if (tree := check_syntax(options.kind, options.program)) is not None:
         check_calls(options.stand_in, tree, options.program if options.kind is None else "<string>")
     ranks = options.ranks + options.spare

@@ -132,7 +132,9 @@ def test_no_check_no_mistakes(run, rank, monkeypatch):
 def witness(name, rank, ranks, elements, dtype="float32", op="sum"):
     case = Case(rank, ranks, elements, op)
     return data.Oracle(
-        OPERATIONS[name], case, data.Numbers.for_reduction(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks)
+        OPERATIONS[name],
+        case,
+        data.Numbers.for_reduction(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks),
     )
 
 
@@ -204,7 +206,7 @@ def test_table_has_each_operation():
     used = {name for row in OPERATIONS.values() for name in row.uses}
     parts = {"after", "check", "index_accumulate"}  # of others; the adjoint of index_exchange sends what that does
     parts |= {"migrate", "migrate_counts"}  # alltoallv and alltoall by other names
-    assert used == {x.core_name for x in table.OPERATIONS if not (x.silent or x.starts or x.waits)} - parts
+    assert used == {x.core_name for x in table.OPERATIONS if not (x.identity or x.starts or x.waits)} - parts
     assert set(operations.USUAL) <= set(OPERATIONS)
 
 

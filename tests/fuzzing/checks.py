@@ -314,9 +314,11 @@ def collectives(jaxpr):
             if hasattr(call, "rows"):  # of which each rank has its own number
                 size = f"of {math.prod(equation.invars[0].aval.shape[1:])}"
             elif name.startswith("redistribute"):  # as it has blocks of its own
-                size = f"of {len(call.places)} arrays"
+                size = f"of {len(call.per_array)} arrays"
             elif name.startswith("index_"):
-                shapes = [np.delete(x.aval.shape, at) for x, (at, _) in zip(equation.invars, call.places, strict=True)]
+                shapes = [
+                    np.delete(x.aval.shape, at) for x, (at, _) in zip(equation.invars, call.per_array, strict=True)
+                ]
                 size = f"with map {call.pattern.number}, of {[math.prod(shape.tolist()) for shape in shapes]}"
             yield f"{name} {call.derivative or ''} {size}"
             continue

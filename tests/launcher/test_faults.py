@@ -195,7 +195,7 @@ def test_each_step_of_the_end(monkeypatch):
     steps = [
         (library, "wait_for_computations"),
         (library, "release"),
-        (timeline, "_tell_job"),
+        (timeline, "_write_job"),
         (_core, "close_timeline"),
         (library, "raise_failure"),
         (communicators, "end"),

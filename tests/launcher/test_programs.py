@@ -17,7 +17,7 @@ import pytest
 
 from jaxmpi import run
 from jaxmpi._launcher import versions
-from jaxmpi._mpi import absent, apart
+from jaxmpi._mpi import import_errors, launch_check
 from programs import launched
 from support import jobs
 from support.launch import launch, outside_of_a_job
@@ -298,9 +298,9 @@ def test_job_of_slurm_with_srun(monkeypatch, capsys):
 )
 def test_processes_that_mpi_sees_alone(abi, present, said):
     """A launcher and an MPI library that do not know each other."""
-    text = apart.text(1, abi, "/lib/mpi", present)
+    text = launch_check.text(1, abi, "/lib/mpi", present)
     assert text == "" if said is None else re.search(said, text), text
-    assert apart.text(2, abi, "/lib/mpi", present) == ""
+    assert launch_check.text(2, abi, "/lib/mpi", present) == ""
 
 
 def test_mpiexec_of_the_library(tmp_path, monkeypatch):
@@ -313,21 +313,24 @@ def test_mpiexec_of_the_library(tmp_path, monkeypatch):
 
     plain, library = "python -m jaxmpi.run -n 2", str(tmp_path / "site/lib/libmpi.so.12")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec /path/to/its/mpiexec"
+    assert launch_check.start_by(2, "mpich", library) == f"{plain} --mpiexec /path/to/its/mpiexec"
     program(tmp_path / "bin/mpiexec.openmpi")
     program(tmp_path / "bin/mpiexec.mpich")
-    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec mpiexec.mpich"
-    assert apart.start_by(2, "openmpi", library) == f"{plain} --mpiexec mpiexec.openmpi"
+    assert launch_check.start_by(2, "mpich", library) == f"{plain} --mpiexec mpiexec.mpich"
+    assert launch_check.start_by(2, "openmpi", library) == f"{plain} --mpiexec mpiexec.openmpi"
     beside = program(tmp_path / "site/bin/mpiexec")
-    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec {beside}"
-    assert apart.start_by(2, "mpich", library, prefix=str(tmp_path / "site")) == plain
+    assert launch_check.start_by(2, "mpich", library) == f"{plain} --mpiexec {beside}"
+    assert launch_check.start_by(2, "mpich", library, prefix=str(tmp_path / "site")) == plain
     of_system = str(tmp_path / "site/lib/x86_64-linux-gnu/libmpich.so.12")  # and Python is the system's
-    assert apart.start_by(2, "mpich", of_system, prefix=str(tmp_path / "site")) == f"{plain} --mpiexec mpiexec.mpich"
-    said = apart.of_another("/usr/bin/mpiexec", "openmpi", "mpich", library)
+    assert (
+        launch_check.start_by(2, "mpich", of_system, prefix=str(tmp_path / "site"))
+        == f"{plain} --mpiexec mpiexec.mpich"
+    )
+    said = launch_check.of_another("/usr/bin/mpiexec", "openmpi", "mpich", library)
     assert said.startswith(f"mpiexec, /usr/bin/mpiexec, belongs to another MPI than mpi4py uses, {library}.")
     assert f"'python -m jaxmpi.run -n N --mpiexec {beside}'" in said
     for kind, abi in (("openmpi", "openmpi"), ("hydra", "mpich"), ("other", "mpich"), ("hydra", "mpiabi")):
-        assert apart.of_another("/usr/bin/mpiexec", kind, abi, library) == ""
+        assert launch_check.of_another("/usr/bin/mpiexec", kind, abi, library) == ""
 
 
 @pytest.mark.parametrize("number", one_each_time(["0", "1"], "0"))
@@ -444,7 +447,7 @@ def test_no_mpi_library(where):
     ],
 )
 def test_advice_without_a_library(environment, libraries, packages, advice):
-    said = absent.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
+    said = import_errors.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
     assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
     assert advice in said
 

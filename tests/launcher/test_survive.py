@@ -462,9 +462,9 @@ JOBS = {
         while not failures.dead(comm): MPI.COMM_SELF.Iprobe()
         for its in (Dropping(comm), Unreadable(comm)):
             for call in (
-                lambda: agreement.told(its, 1),
+                lambda: agreement.gather_objects(its, 1),
                 lambda: agreement.of_rank(its, 1),
-                lambda: agreement.alike(its, "this", lambda: (1, []), None),
+                lambda: agreement.check_equal(its, "this", lambda: (1, []), None),
                 lambda: agreement.on_root(its, "this", lambda: 1),
                 lambda: agreement.sums(its, "this", None, 1),
             ):

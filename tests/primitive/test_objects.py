@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from jaxmpi._jax.internals import Refusal
+from jaxmpi._jax.internals import Unsupported
 from jaxmpi._mpi.communicators import resolve
 from jaxmpi._operations.table import OPERATIONS
 from jaxmpi._primitive import params
@@ -96,7 +96,7 @@ def test_refusals():
     """Users see a NotImplementedError, and receive one from another process."""
     with pytest.raises(NotImplementedError, match="has no derivative") as caught:
         jax.grad(lambda x: notoken.allreduce(x, MPI.Op.Create(lambda a, b, _: None)))(1.0)
-    assert isinstance(caught.value, Refusal)
+    assert isinstance(caught.value, Unsupported)
     assert traceback.format_exception_only(caught.value)[0].startswith("NotImplementedError: allreduce cannot be ")
     again = pickle.loads(pickle.dumps(caught.value))
     assert (type(again), again.args) == (NotImplementedError, caught.value.args)

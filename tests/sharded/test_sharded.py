@@ -321,7 +321,7 @@ def test_settings_of_the_program(setting):
     mesh = Mesh(np.array(jax.devices()).reshape(1, SIZE), ("a", "b"))
     whole = np.arange(2.0 * SIZE, dtype=np.float32).reshape(2, SIZE)
     x = place(whole, mesh, P(None, "b"))
-    communicators._made.clear()  # once more: XLA keeps those that it has
+    communicators._connected.clear()  # once more: XLA keeps those that it has
     with SETTINGS[setting](mesh):
         found = over(mesh, lambda x: lax.psum(x, "b"), P(None, "b"), P())(x)
     check(found, whole.sum(1, keepdims=True))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi._mpi import clones
+from jaxmpi._mpi import private_comms
 from jaxmpi._unstructured import directory, messages
 from jaxmpi._unstructured.lookup import Lookup
 from support.divided import LARGEST, Rows, for_each, on_first_ranks, some_rows
@@ -349,7 +349,7 @@ def test_communicators(comm, rank, size):
     made = jaxmpi.IndexMap(owned, ghosts, comm=part)
     assert made.comm is part
     assert made != jaxmpi.IndexMap(owned, ghosts, comm=comm)
-    clone = part.Get_attr(clones._attribute())
+    clone = part.Get_attr(private_comms._attribute())
     part.Free()
     assert clone == MPI.COMM_NULL
     with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL"):

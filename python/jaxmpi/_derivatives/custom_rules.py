@@ -10,11 +10,11 @@ import numpy as np
 from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
-from jaxmpi._derivatives.seeds import (
+from jaxmpi._derivatives.inputs import (
     has_tangent,
+    inputs_of,
     inside_higher_order,
     make_operands_depend,
-    seeds_of,
     without_dummy,
 )
 from jaxmpi._jax import internals, jaxprs, primitives
@@ -22,13 +22,13 @@ from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
     EFFECT,
     JaxParams,
-    Refusal,
+    Unsupported,
     cannot_be_traced,
     communicates_when_called,
     during,
     forget,
     may_be_request,
-    refusal,
+    unsupported,
 )
 
 
@@ -36,15 +36,15 @@ from jaxmpi._primitive.effect import (
 def differentiate_custom_jvp(
     own: Any, trace: Any, primitive: Any, function: Any, rule: Any, tracers: Any, *more: Any, **options: Any
 ) -> Any:
-    """Gives all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
+    """Give all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
 
-    If all of them have tangents already the rule is not traced to ask whether it communicates: JAX calls it anyway.
+    If all operands have tangents already, the rule is not traced to see whether it communicates: JAX calls it anyway.
     """
 
     def asks(avals: Any) -> Any:
         return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
-    seeds_of(trace)  # closes the list: values made from here on are not seeds
+    inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
     without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
     asked = _asked(trace, tracers, function, rule, asks) if without or inside_higher_order.get() else False
@@ -68,7 +68,7 @@ def differentiate_custom_vjp(
     *more: Any,
     **options: Any,
 ) -> Any:
-    """Gives one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
+    """Give one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
 
     def call(tracers: Any) -> Any:
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)
@@ -79,7 +79,7 @@ def differentiate_custom_vjp(
             not called and _backward_communicates(forward, backward, avals, out_trees)
         )
 
-    seeds_of(trace)  # closes the list: values made from here on are not seeds
+    inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
     called = has_tangent(trace, tracers)
     asked = (
@@ -93,13 +93,13 @@ def differentiate_custom_vjp(
     for i in possible:
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
             return call(make_operands_depend(trace, tracers, [i], "a function with jax.custom_vjp", False))
-    raise refusal("a function with jax.custom_vjp that has closed-over values alone")
+    raise unsupported("a function with jax.custom_vjp that has closed-over values alone")
 
 
 def _asked(
     trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
 ) -> bool | None:
-    """Whether a function or its rule communicates; None if tracing them fails."""
+    """Return whether a function or the rule communicates; None if tracing them fails."""
     avals = [jax.typeof(x) for x in tracers]
     answers, key = _answers_for(function, rule, [*of, *avals])
     if (asked := answers.get(key)) is None:
@@ -107,7 +107,7 @@ def _asked(
             try:
                 asked = answers[key] = asks(avals)
             except Exception as error:
-                if isinstance(error, Refusal):
+                if isinstance(error, Unsupported):
                     raise
     if asked:
         effect.check()
@@ -115,8 +115,8 @@ def _asked(
 
 
 def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
-    """The cached answers for a function and its rule, and the key for these operands; an empty cache if the answer may
-    depend on more than the operands and their structure."""
+    """Return the cached answers for a function and a rule, and the key for these operands. The cache is empty if the
+    answer may depend on more than the operands and their structure."""
     structure = [x for _, params in function.transforms for x in params]
     if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
         with contextlib.suppress(TypeError):  # no weak references to these functions
@@ -132,7 +132,7 @@ _answers = weakref.WeakKeyDictionary()
 
 def _refuse_if_none(possible: list[int]) -> list[int]:
     if not possible:
-        raise Refusal(
+        raise Unsupported(
             "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
             "so its rule is not called in a derivative. Give it one."
         )
@@ -140,7 +140,7 @@ def _refuse_if_none(possible: list[int]) -> list[int]:
 
 
 def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
-    """Whether the rule of a `jax.custom_jvp` function communicates."""
+    """Return whether the rule of a `jax.custom_jvp` function communicates."""
 
     def with_tangents(*xs: Any) -> Any:
         return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
@@ -149,7 +149,7 @@ def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
-    """Whether the rules of a `jax.custom_vjp` function communicate."""
+    """Return whether the rules of a `jax.custom_vjp` function communicate."""
     try:
         traced, results = jax.make_jaxpr(
             lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, False)]), return_shape=True
@@ -159,15 +159,16 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
         _, residual_tree, *forwards = out_trees()
         sources = forwards[0] if forwards else [None] * residual_tree.num_leaves
         count = sum(source is None for source in sources)
-        made, outs = iter(results[:count]), results[count:]
-        residuals = [next(made) if source is None else avals[source] for source in sources]
+        new, outs = iter(results[:count]), results[count:]
+        residuals = [next(new) if source is None else avals[source] for source in sources]
         return communicates_when_called(backward, [*residuals, *outs])
     finally:
         forget(forward)
 
 
 def pullback_communicates(avals: Sequence[Any], params: JaxParams) -> bool:
-    """Whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
+    """Return whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is
+    transposed.
 
     If so it gets the effect, and is transposed even if nothing depends on it. A rule that looks at values counts as
     communicating.
@@ -191,7 +192,7 @@ _LOOKS_AT_VALUES = (
 
 
 def rules_communicate(around: Any, jaxpr: Any) -> bool:
-    """Whether a computation, which does not communicate, calls a function with a derivative rule that does.
+    """Return whether a computation without communication calls a function with a derivative rule that communicates.
 
     `around`: the trace outside the one that differentiates, or any other that may be used to trace the rule.
     """
@@ -199,7 +200,7 @@ def rules_communicate(around: Any, jaxpr: Any) -> bool:
 
 
 def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
-    """Whether one equation of such a computation calls a function with a derivative rule that communicates."""
+    """Return whether one equation of the computation calls a function with a derivative rule that communicates."""
     known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[which]
     if which not in known:
         if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
@@ -210,12 +211,12 @@ def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
 
 
 def derivative_communicates(around: Any, params: JaxParams) -> bool:
-    """Whether the computations inside an equation with these parameters call such a function."""
+    """Return whether the computations inside an equation with these parameters call a rule that communicates."""
     return any(rules_communicate(around, inner) for inner in jaxprs.inner_jaxprs(params))
 
 
 _with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKeyDictionary()
-"""Whether an equation of a jaxpr, by its position, calls a rule that communicates."""
+"""Whether an equation of a jaxpr, by position, calls a rule that communicates."""
 
 
 def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a trace that differentiates does with operations, and with higher-order primitives that communicate.
+"""How a trace that differentiates handles operations, and higher-order primitives that communicate.
 
 A higher-order primitive has a computation inside, which JAX differentiates: calls, branches, loops, linear solves.
 """
@@ -14,21 +14,21 @@ from jax._src.lax.control_flow import solves
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import derivative_communicates, rules_communicate
+from jaxmpi._derivatives.inputs import (
+    has_tangent,
+    inputs_of,
+    inside_higher_order,
+    make_operands_depend,
+    make_value_depend,
+    place_of_dummy,
+    tangents_of,
+    without_dummy,
+)
 from jaxmpi._derivatives.rewrites import (
     scan_with_carry,
     that_depends_on_arguments,
     with_parameter,
     with_parameter_of_call,
-)
-from jaxmpi._derivatives.seeds import (
-    has_tangent,
-    inside_higher_order,
-    make_operands_depend,
-    make_value_depend,
-    place_of_dummy,
-    seeds_of,
-    tangents_of,
-    without_dummy,
 )
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on_p
@@ -37,12 +37,12 @@ from jaxmpi._primitive.effect import (
     EFFECT,
     ZERO,
     JaxParams,
-    Refusal,
+    Unsupported,
     communicates,
     communicates_when_called,
     during,
     may_be_request,
-    refusal,
+    unsupported,
 )
 from jaxmpi._primitive.operation import in_derivative, is_ours
 
@@ -50,8 +50,8 @@ from jaxmpi._primitive.operation import in_derivative, is_ours
 def _operand_to_differentiate(
     trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
 ) -> list[int]:
-    """An operand that is made to depend on the seeds, among those from `start` to `stop`: one with a tangent if
-    possible; none if no operand can have one. `requests`: also one that may be a request, without tangent."""
+    """Return an operand from `start` to `stop` to make depend on the differentiated inputs: one with a tangent if
+    possible; none if no operand can have one. `requests`: also an operand that may be a request, without tangent."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if internals.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
     others = possible if requests else [i for i in possible if not may_be_request(tracers[i])]
@@ -59,22 +59,23 @@ def _operand_to_differentiate(
 
 
 def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
-    """An operand of a higher-order primitive that is made to depend on the seeds; none if it needs a dummy operand.
+    """Return an operand of a higher-order primitive to make depend on the differentiated inputs; none if it needs a
+    dummy operand.
 
-    It is no request, whose tangent would start its adjoint. A dummy operand is also needed if there are derivatives
-    inside, for their values must depend on what is differentiated, too.
+    The operand is not a request, whose tangent would start the adjoint of the request. A dummy operand is also needed
+    if there are derivatives inside, because their values must depend on the differentiated inputs, too.
     """
     if _has_derivatives(params) and _trace_with_dummy.get() is not trace:
         return []
     return _operand_to_differentiate(trace, tracers, start, requests=False)
 
 
-_trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
-"""The trace that differentiates a loop which has been given a dummy operand."""
+_trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("trace_with_dummy", default=None)
+"""The trace that differentiates a loop to which a dummy operand was added."""
 
 
 def _has_derivatives(params: JaxParams) -> bool:
-    """Whether a computation inside contains derivatives of communication."""
+    """Return whether a computation inside contains derivatives of communication."""
     for inner in jaxprs.inner_jaxprs(params):
         for equation in inner.eqns:
             more = equation.params
@@ -86,13 +87,13 @@ def _has_derivatives(params: JaxParams) -> bool:
 
 
 def _dummy_operand(trace: Any) -> Any:
-    """A number without meaning that, like its tangent, depends on what is differentiated."""
+    """Return a number without meaning. The number and the tangent depend on the differentiated inputs."""
     (tracer,) = make_operands_depend(trace, [ZERO], [0], "what")
     return make_value_depend(trace, tracer)
 
 
 def _differentiate_inside(own: Callable[..., Any], *args: Any, place: int | None = None) -> Any:
-    """Differentiates a higher-order primitive. `place`: of the dummy operand among the operands with tangents."""
+    """Differentiate a higher-order primitive. `place`: where the dummy operand is among the operands with tangents."""
     with during(inside_higher_order, True), during(place_of_dummy, place):
         return own(*args)
 
@@ -132,10 +133,10 @@ def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, par
 
 
 def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Makes an operand of a linear solve's matrix and one of its right-hand side depend on the seeds.
+    """Make an operand of a linear solve's matrix and one of the right-hand side depend on the differentiated inputs.
 
     The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
-    of the derivative maps its solve, and with it what the matrix communicates: see
+    of the derivative maps the solve, and with it the communication of the matrix: see
     `rewrites.that_depends_on_arguments`.
     """
     lengths, parts = params["const_lengths"], params["jaxprs"]
@@ -156,21 +157,21 @@ def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: A
 
 
 def _refuse_custom_vmap(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> None:
-    """Refuses it: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
-    raise refusal("a function with jax.custom_batching.custom_vmap")
+    """Refuse the primitive: the user's rule decides what the tangent maps, which may differ from rank to rank."""
+    raise unsupported("a function with jax.custom_batching.custom_vmap")
 
 
 def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Differentiates a primitive represented by an object, since JAX 0.9. All operands of a root get tangents, since
-    its derivative depends on which of them have some."""
+    """Differentiate a primitive represented by an object (JAX 0.9 and later). All operands of a root get tangents,
+    because the derivative depends on which of them have some."""
     which = internals.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
-        raise refusal(type(params["_prim"]).__name__)
+        raise unsupported(type(params["_prim"]).__name__)
     return own(trace, primitive, make_operands_depend(trace, tracers, which, type(params["_prim"]).__name__), params)
 
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
-    """If the newer kind of checkpoint or its derivative communicates, binds the older kind, which carries effects."""
+    """Bind the older kind of checkpoint, which carries effects, if the newer kind or the derivative communicates."""
     jaxpr = jaxprs.open_jaxpr(traced.jaxpr)
     if EFFECT not in jaxpr.effects and not rules_communicate(core.trace_ctx.trace, jaxpr):
         return own(traced, *args)
@@ -200,7 +201,7 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 def _differentiate_dependence(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Makes a derivative that is differentiated again a value: see `make_value_depend`."""
+    """Make a derivative that is differentiated again a value: see `make_value_depend`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
     return make_value_depend(trace, own(trace, primitive, tracers, params))
@@ -210,11 +211,11 @@ def _differentiate_dependence(
 def differentiate(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    seeds_of(trace)
+    inputs_of(trace)
     if is_ours(primitive):
         effect.check()
         if not primitive.is_constant(params["call"]) or has_tangent(trace, tracers):
-            tracers = make_operands_depend(trace, tracers, primitive.linked(tracers), primitive.name)
+            tracers = make_operands_depend(trace, tracers, primitive.dependent_operands(tracers), primitive.name)
         return own(trace, primitive, tracers, params)
     if primitive is depends_on_p and params["always"]:
         return _differentiate_dependence(own, trace, primitive, tracers, params)
@@ -230,7 +231,7 @@ def differentiate(
     if communicates(params) or unreported.communicates(primitive, tracers, params):
         effect.check()
         if (possible := unreported.differentiated_operands(primitive, params)) is None:
-            raise refusal(primitive.name)
+            raise unsupported(primitive.name)
         which = [i for i in possible if internals.inexact(tracers[i])]
         return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, tracers, params)
@@ -240,9 +241,9 @@ def differentiate(
 def differentiate_call(
     own: Callable[..., Any], trace: Any, primitive: Any, function: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Differentiates what is called in the place of the call. The trace that JAX starts for it would have those
-    operands alone as seeds that have tangents, and there may be none."""
-    seeds_of(trace)
+    """Differentiate the called function in place of the call. The trace that JAX starts for the call would have only
+    the call's operands as differentiated inputs with tangents, and there may be none."""
+    inputs_of(trace)
     if not communicates_when_called(function, map(jax.typeof, tracers)):
         return own(trace, primitive, function, tracers, params)
     with core.set_current_trace(trace):
@@ -251,7 +252,7 @@ def differentiate_call(
 
 def refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> Any:
     if is_ours(primitive) or communicates(params):
-        raise Refusal(
+        raise Unsupported(
             f"jaxmpi: derivatives of communication need JAX 0.7 or newer, this is {jax.__version__}: it leaves out of "
             "a derivative what nothing on this rank depends on, though other ranks may."
         )

@@ -1,4 +1,4 @@
-"""The hooks: functions of JAX, and what replaces them."""
+"""The hooks: functions of JAX, and our functions in their place."""
 
 import functools
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from jax._src.lax.control_flow import solves
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
 from jaxmpi._derivatives.higher_order import bind_checkpoint, differentiate, differentiate_call, refuse_old
+from jaxmpi._derivatives.inputs import record_input
 from jaxmpi._derivatives.partial_evaluation import (
     eliminate_dead_code,
     keep_checkpoint,
@@ -24,7 +25,6 @@ from jaxmpi._derivatives.partial_evaluation import (
     start_partial_evaluation,
     trace_to_jaxpr,
 )
-from jaxmpi._derivatives.seeds import record_seed
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
 from jaxmpi._jax import internals, primitives
 from jaxmpi._primitive import effect
@@ -34,7 +34,7 @@ HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", 
 
 
 def install(check: Callable[[], None]) -> None:
-    """Installs the hooks. `check` is called before anything that communicates is differentiated, and may raise."""
+    """Install the hooks. `check` is called before anything that communicates is differentiated, and may raise."""
     effect.check = check
     for hook in HOOKS if internals.KEEPS_EFFECTS else _REFUSALS:
         internals.replace(*hook)
@@ -72,11 +72,11 @@ _CUSTOM_VJP = (
 )
 
 HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
-"""Functions of JAX, the names of their parameters, and what replaces them."""
+"""Functions of JAX, the names of their parameters, and our functions in their place."""
 
 HOOKS = (
-    (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_seed),
-    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", record_seed),
+    (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_input),
+    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", record_input),
     (_JVP, "process_primitive", _PRIMITIVE, differentiate),
     (_LINEARIZE, "process_primitive", _PRIMITIVE, differentiate),
     (_JVP, "process_custom_jvp_call", _CUSTOM_JVP, differentiate_custom_jvp),

@@ -1,5 +1,5 @@
-"""Partial evaluation, in which JAX divides a computation into a known and an unknown part: what communicates is not
-dropped, and does not count as known because its operands are."""
+"""Partial evaluation, in which JAX divides a computation into a known and an unknown part. No communication is dropped,
+and none counts as known because its operands are known."""
 
 import contextvars
 import enum
@@ -21,11 +21,11 @@ from jaxmpi._primitive.effect import (
     CALLS,
     EFFECT,
     JaxParams,
-    Refusal,
+    Unsupported,
     communicates,
     communicates_when_called,
     during,
-    refusal,
+    unsupported,
 )
 from jaxmpi._primitive.operation import is_ours
 
@@ -33,7 +33,7 @@ from jaxmpi._primitive.operation import is_ours
 def keep_equation(
     own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any
 ) -> Any:
-    """Keeps an equation that communicates, also where no result of it is used."""
+    """Keep an equation that communicates, even if no result of it is used."""
     equation = own(trace, tracers, results, primitive, params, *more)
     if EFFECT in equation.effects:
         trace.effect_handles.append(partial_eval.EffectHandle(list(tracers), equation))
@@ -41,7 +41,7 @@ def keep_equation(
 
 
 def keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
-    """Keeps a checkpoint with the effect: JAX drops one without operands and used results, whatever its effects."""
+    """Keep a checkpoint with the effect: JAX drops a checkpoint without operands and used results despite effects."""
     inputs, kept = own(*args)
     equation = args[-1]  # before it: which results are used and, since JAX 0.12, which operands are live
     if kept is None and EFFECT in equation.effects:
@@ -50,11 +50,11 @@ def keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
 
 
 def eliminate_dead_code(own: Callable[..., Any], jaxpr: Any, used: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dead code elimination that drops nothing that communicates, nor an equation of which only a derivative does: on
+    """Eliminate dead code, but nothing that communicates, nor an equation of which only a derivative communicates: on
     another rank its results may be used, and all ranks must differentiate it again."""
     kept, inputs = own(jaxpr, used, *args, **kwargs)
     if _count(jaxpr) != _count(kept):
-        raise refusal("a primitive that JAX leaves out where nothing depends on it")
+        raise unsupported("a primitive that JAX leaves out where nothing depends on it")
     results = {x for equation in kept.eqns for x in equation.outvars}
     unused = [i for i, e in enumerate(jaxpr.eqns) if EFFECT not in e.effects and results.isdisjoint(e.outvars)]
     if which := [i for i in unused if rule_communicates(core.eval_trace, jaxpr, i)]:
@@ -75,26 +75,26 @@ class _Purpose(enum.Enum):
     HOISTING = enum.auto()
     """Loop-invariant computations are taken out of a loop."""
     TRANSPOSITION = enum.auto()
-    """A linear function is about to be transposed; its arguments are the unknown values."""
+    """A linear function is about to be transposed; the arguments are the unknown values."""
 
 
 _purpose: contextvars.ContextVar[_Purpose | None] = contextvars.ContextVar("purpose", default=None)
 
 _PURPOSE = "jaxmpi_purpose"
-"""Attribute of a trace with a purpose: that purpose, and for a transposition the unknown arguments. These refer to the
+"""Attribute of a trace with a purpose: the purpose, and for a transposition the unknown arguments. These refer to the
 trace, so nothing else keeps them."""
 
 
 def trace_to_jaxpr(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
-    """Finds out for which of the purposes JAX calls this function. `_contract` tests the guess."""
+    """Guess the purpose for which JAX calls this function. `_contract` tests the guess."""
     transposing = instantiate is True and not any(value.is_known() for value in values)
     with during(_purpose, _Purpose.TRANSPOSITION if transposing else _Purpose.HOISTING):
         return own(function, values, instantiate)
 
 
 def round_real_residuals(own: Callable[..., Any], jaxpr: Any, count: int) -> Any:
-    """Rounds the real ones among the residuals of a checkpoint, its last `count` results, to their own precision. JAX
-    would round complex numbers as well, for which it has no such operation."""
+    """Round the real residuals of a checkpoint, which are among its last `count` results, to their own precision. JAX
+    would round complex numbers as well, for which it has no operation."""
     split = len(jaxpr.outvars) - count
     kept = jaxpr.outvars[split:]
     real = [x for x in kept if not np.issubdtype(getattr(x.aval, "dtype", np.bool_), np.complexfloating)]
@@ -130,7 +130,7 @@ def new_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
 def partially_evaluate(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Keeps what communicates where it stands: out of what is hoisted, and in what is transposed."""
+    """Keep communication where it stands: out of hoisted computations, and in transposed functions."""
     if not hasattr(trace, _PURPOSE) or not (
         is_ours(primitive) or communicates(params) or unreported.communicates(primitive, tracers, params)
     ):
@@ -146,7 +146,7 @@ def partially_evaluate(
         possible = internals.inexact_among(tracers)
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
-                for i in primitive.linked(tracers):
+                for i in primitive.dependent_operands(tracers):
                     tracers[i] = depends_on(tracers[i], inputs)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
@@ -165,7 +165,7 @@ def partially_evaluate_custom_rule(
 
 
 def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> list[Any]:
-    """Puts an equation into the unknown part, which is executed later, even if its operands are known."""
+    """Put an equation into the unknown part, which is executed later, even if the operands are known."""
     if tracers:
         return trace.default_process_primitive(primitive, [trace.instantiate_const(x) for x in tracers], params)
     avals, effects = primitive.abstract_eval(**params)
@@ -178,9 +178,9 @@ def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 
 
 class _Dependence:
-    """Finds which values of a linear computation depend on its argument. Refuses an operation whose operands do not.
+    """The values of a linear computation that depend on the argument. An operation is refused if no operand does.
 
-    Such an operation would be executed while others are transposed, and their messages could match.
+    JAX would execute that operation while it transposes others, and their messages could match.
     """
 
     @classmethod
@@ -213,7 +213,7 @@ class _Dependence:
         if primitive is primitives.while_p:
             return cls._of_loop(params["body_jaxpr"], depend[params["cond_nconsts"] :], params["body_nconsts"], None)
         name = "jax.lax.custom_root" if "Root" in type(params.get("_prim")).__name__ else primitive.name
-        raise Refusal(
+        raise Unsupported(
             f"jaxmpi: what communicates in {name} cannot be transposed (by a reverse derivative, jax.linear_transpose, "
             "or custom_linear_solve without symmetric=True). Communicate outside of it, or use jax.jvp."
         )
@@ -231,7 +231,7 @@ class _Dependence:
     @staticmethod
     def _refuse_constant(equation: Any, depend: Sequence[bool]) -> None:
         if not any(depend) and any(internals.inexact(x.aval) for x in equation.invars):
-            raise Refusal(
+            raise Unsupported(
                 f"{equation.primitive.shown} cannot be transposed (by jax.linear_transpose or custom_linear_solve): "
                 "its operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
             )

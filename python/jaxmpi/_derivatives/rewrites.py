@@ -24,8 +24,8 @@ def with_parameter_of_call(params: JaxParams) -> JaxParams:
 
 
 def with_parameter(jaxpr: Any) -> Any:
-    """A jaxpr with one more parameter, the first, which is not used. It is cached by the original one, since JAX caches
-    compiled code by the identity of jaxprs."""
+    """Return a jaxpr with one more parameter, the first, which is not used. It is cached by the original jaxpr, because
+    JAX caches compiled code by the identity of jaxprs."""
     if (known := _jaxprs_with_parameter.get(jaxpr)) is not None:
         return known
     if jaxprs.open_jaxpr(jaxpr) is not jaxpr:
@@ -42,7 +42,7 @@ _jaxprs_with_parameter: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyD
 
 
 def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> list[Any]:
-    """A scan with these parameters that carries one more number. Returns that number and the scan's results."""
+    """Bind a scan with these parameters that carries one more number. Return that number and the scan's results."""
     constants, carried = jaxprs.parts_of_scan(params)
     consts, init, xs = (
         operands[:constants],
@@ -52,7 +52,7 @@ def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> li
 
     def step(carry: Any, x: Any) -> Any:
         # JAX orders constants by first use and turns a carried value that no step changes into a constant. `depends_on`
-        # without inputs, of all of them, keeps order and number.
+        # without inputs, applied to each of them, keeps order and number.
         changed, *constant = [depends_on(value, []) for value in (carry[0], *consts)]
         result = jaxprs.evaluate(params["jaxpr"], *constant, *carry[1:], *x)
         return [changed, *result[:carried]], result[carried:]
@@ -63,7 +63,7 @@ def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> li
 
 
 def with_carry(equation: Any, which: int) -> list[Any]:
-    """The equations of a scan that carries one more number, which is linear in the operand `which`."""
+    """Return the equations of a scan that carries one more number, which is linear in the operand `which`."""
 
     def scan(*operands: Any) -> Any:
         more = depends_on(None, [operands[which]], like=ZERO)
@@ -76,21 +76,21 @@ def with_carry(equation: Any, which: int) -> list[Any]:
     known = dict(zip(jaxpr.invars, equation.invars, strict=True))
     known.update(zip(jaxpr.outvars[1:], equation.outvars, strict=True))
     rename = lambda xs: [x if isinstance(x, Literal) else known.get(x, x) for x in xs]  # noqa: E731
-    made = [e.replace(invars=rename(e.invars), outvars=rename(e.outvars)) for e in jaxpr.eqns]
-    return [_as_linear_as(e, equation) if e.primitive is primitives.scan_p else e for e in made]
+    new = [e.replace(invars=rename(e.invars), outvars=rename(e.outvars)) for e in jaxpr.eqns]
+    return [_as_linear_as(e, equation) if e.primitive is primitives.scan_p else e for e in new]
 
 
 def _as_linear_as(made: Any, equation: Any) -> Any:
-    """A rewritten scan, with one more carried value, that says of its operands what `equation` says: which of them
-    are linear, and with known constants before linear ones. JAX up to 0.9 transposes no other."""
+    """Return a rewritten scan, with one more carried value, that marks the same operands as linear as `equation`, with
+    known constants before linear ones. JAX up to 0.9 transposes no other scan."""
     if "linear" not in made.params:
         return made
     params = made.params
     count, _ = jaxprs.parts_of_scan(params)
     before, _ = jaxprs.parts_of_scan(equation.params)
     linear = equation.params["linear"]
-    said = {x: linear[i] for i, x in enumerate(equation.invars[:before]) if not isinstance(x, Literal)}
-    of_constants = [not isinstance(x, Literal) and said.get(x, False) for x in made.invars[:count]]
+    marked = {x: linear[i] for i, x in enumerate(equation.invars[:before]) if not isinstance(x, Literal)}
+    of_constants = [not isinstance(x, Literal) and marked.get(x, False) for x in made.invars[:count]]
     order = sorted(range(count), key=lambda i: of_constants[i])
     inner = params["jaxpr"].jaxpr
     changed = {
@@ -105,7 +105,7 @@ def _in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def with_output(jaxpr: Any, which: int) -> Any:
-    """A jaxpr that also returns one of its arguments."""
+    """Return a jaxpr that also returns one argument."""
     return jaxprs.change_open(jaxpr, lambda jaxpr: with_results(jaxpr, [jaxpr.invars[which]]))
 
 
@@ -114,7 +114,7 @@ def with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
 
 
 def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
-    """A jaxpr that also returns all results of these of its equations, and how many they are."""
+    """Return a jaxpr that also returns all results of these equations, and their number."""
     equations = list(jaxpr.eqns)
     for i in which:
         names = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equations[i].outvars]
@@ -124,7 +124,7 @@ def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
 
 
 def without_results(jaxpr: Any, count: int) -> Any:
-    """A jaxpr that returns all but the last results."""
+    """Return a jaxpr that returns all but the last results."""
     return _returning(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - count])
 
 
@@ -133,29 +133,31 @@ def _returning(jaxpr: Any, results: Sequence[Any]) -> Any:
 
 
 def that_depends_on_arguments(closed: Any, constants: int) -> Any:
-    """A closed jaxpr in which everything communicated depends on the arguments after the first `constants`. It is
-    cached by the original one, since JAX caches compiled code by the identity of jaxprs."""
+    """Return a closed jaxpr in which all communication depends on the arguments after the first `constants`. It is
+    cached by the original jaxpr, because JAX caches compiled code by the identity of jaxprs."""
     if closed is None or EFFECT not in closed.effects:
         return closed
-    made = _jaxprs_that_depend.setdefault(closed, {})
-    if constants not in made:
+    by_constants = _jaxprs_that_depend.setdefault(closed, {})
+    if constants not in by_constants:
 
         def evaluate(*args: Any) -> Any:
-            seeds = [x for x in args[constants:] if internals.inexact(x)]
-            return _evaluate_depending(closed, args, [depends_on(None, seeds, like=ZERO)] if len(seeds) > 1 else seeds)
+            inputs = [x for x in args[constants:] if internals.inexact(x)]
+            return _evaluate_depending(
+                closed, args, [depends_on(None, inputs, like=ZERO)] if len(inputs) > 1 else inputs
+            )
 
         with internals.no_trace(), internals.without_constant_folding():
-            made[constants] = jax.make_jaxpr(evaluate)(*closed.in_avals)
-    return made[constants]
+            by_constants[constants] = jax.make_jaxpr(evaluate)(*closed.in_avals)
+    return by_constants[constants]
 
 
 _jaxprs_that_depend: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.WeakKeyDictionary()
 
 
-def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that depends
-    on the seeds."""
-    evaluate = functools.partial(_evaluate_depending, seeds=seeds)
+def _evaluate_depending(closed: Any, args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Return the results of a jaxpr in which each operation, also inside calls, branches and loops, has an operand that
+    depends on the differentiated inputs."""
+    evaluate = functools.partial(_evaluate_depending, inputs=inputs)
     jaxpr = jaxprs.open_jaxpr(closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*jaxprs.constants(closed), *args), strict=True))
     read = lambda atoms: [x.val if isinstance(x, Literal) else values[x] for x in atoms]  # noqa: E731
@@ -164,8 +166,8 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) 
         if EFFECT in equation.effects and primitive in _REWRITES:
             results = _REWRITES[primitive](evaluate, params, operands)
         else:
-            for i in primitive.linked(operands) if is_ours(primitive) else ():
-                operands[i] = depends_on(operands[i], seeds)
+            for i in primitive.dependent_operands(operands) if is_ours(primitive) else ():
+                operands[i] = depends_on(operands[i], inputs)
             results = jaxprs.evaluate(jaxprs.of_equation(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
@@ -193,18 +195,17 @@ def _rewrite_scan(evaluate: Any, params: Any, operands: Any) -> Any:
 
 
 def _rewrite_while(evaluate: Any, params: Any, operands: Any) -> Any:
-    """Binds the rewritten primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop`
-    refuses."""
-    seeds = evaluate.keywords["seeds"]
+    """Bind the rewritten primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop` refuses."""
+    inputs = evaluate.keywords["inputs"]
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
 
     def rewritten(closed: Any) -> Any:
-        avals = [*map(jax.typeof, seeds), *closed.in_avals]
-        return jax.make_jaxpr(lambda *xs: _evaluate_depending(closed, xs[len(seeds) :], xs[: len(seeds)]))(*avals)
+        avals = [*map(jax.typeof, inputs), *closed.in_avals]
+        return jax.make_jaxpr(lambda *xs: _evaluate_depending(closed, xs[len(inputs) :], xs[: len(inputs)]))(*avals)
 
-    changed = {"cond_jaxpr": rewritten(params["cond_jaxpr"]), "cond_nconsts": tests + len(seeds)}
-    changed |= {"body_jaxpr": rewritten(params["body_jaxpr"]), "body_nconsts": steps + len(seeds)}
-    return primitives.while_p.bind(*seeds, *operands[:tests], *seeds, *operands[tests:], **{**params, **changed})
+    changed = {"cond_jaxpr": rewritten(params["cond_jaxpr"]), "cond_nconsts": tests + len(inputs)}
+    changed |= {"body_jaxpr": rewritten(params["body_jaxpr"]), "body_nconsts": steps + len(inputs)}
+    return primitives.while_p.bind(*inputs, *operands[:tests], *inputs, *operands[tests:], **{**params, **changed})
 
 
 def _rewrite_cond(evaluate: Any, params: Any, operands: Any) -> Any:

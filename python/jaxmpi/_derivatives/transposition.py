@@ -1,4 +1,4 @@
-"""Transposition: every cotangent depends on all cotangents that a transposition was started with."""
+"""Transposition: every cotangent depends on all cotangents with which a transposition started."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from jaxmpi._derivatives.rewrites import with_carry, with_output, with_results
 from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._jax.dependence import cotangents, depends_on, depends_on_p, solving
 from jaxmpi._jax.primitives import Literal
-from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Refusal, during
+from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Unsupported, during
 
 
 def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -25,10 +25,10 @@ def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, cts: Any, **more: Any) -> Any:
-    """Transposes a computation with one more result, the dual of what a trace that differentiates does.
+    """Transpose a computation with one more result, the dual of a trace that differentiates.
 
-    There each operand depends on all inputs; here the additional result depends on all results of operations, so that
-    all their cotangents depend on its cotangent. So what maps a cotangent on one rank maps it on all.
+    There each operand depends on all inputs. Here the additional result depends on all results of operations, so that
+    all their cotangents depend on the cotangent of that result. So a map of a cotangent on one rank is a map on all.
     """
     if EFFECT not in jaxpr.effects:
         return own(jaxpr, stack, consts, primals, cts, **more)
@@ -44,9 +44,9 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
             return own(jaxpr, stack, consts, primals, [*cts, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
-        if of_execution or isinstance(error, Refusal) or not any(map(_makes_constant_depend, jaxpr.eqns)):
+        if of_execution or isinstance(error, Unsupported) or not any(map(_makes_constant_depend, jaxpr.eqns)):
             raise
-        raise Refusal(
+        raise Unsupported(
             "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
             "custom_root). If it multiplies or divides by the result of an operation on constants, compute that "
             "outside of it: operands of operations count as depending on the argument, as on other ranks they may."
@@ -54,7 +54,7 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
 
 
 def _makes_constant_depend(equation: Any) -> bool:
-    """Whether an equation makes a constant depend on the argument of a function that is transposed, as
+    """Return whether an equation makes a constant depend on the argument of a function that is transposed, as
     `partially_evaluate` does."""
     params = equation.params
     return equation.primitive is depends_on_p and params["has_value"] and not params["always"] and not params["unless"]
@@ -65,8 +65,8 @@ _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradA
 
 
 def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
-    """A jaxpr with one more result, which is linear in the results of everything that communicates. `linear` are the
-    arguments in which the computation is linear."""
+    """Return a jaxpr with one more result, which is linear in the results of all equations that communicate. `linear`:
+    the arguments in which the computation is linear."""
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
@@ -77,7 +77,7 @@ def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
         if EFFECT in equation.effects:
             outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
             replacements = _with_result(equation.replace(outvars=outvars), linear)
-            if not getattr(equation.primitive, "starts", False):  # the cotangent of a request depends on it in its wait
+            if not getattr(equation.primitive, "starts", False):  # the cotangent of a request depends on it in the wait
                 communicated += [x for e in replacements for x in e.outvars if internals.inexact(x.aval)]
         linear.update(x for e in replacements for x in e.outvars)
         equations += replacements
@@ -88,8 +88,8 @@ def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
 
 
 def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
-    """The equations for a nested call, branch or loop. If it has no differentiable result it also returns one of the
-    values in which it is linear."""
+    """Return the equations for a nested call, branch or loop. If it has no differentiable result, it also returns one
+    of the values in which it is linear."""
     possible = [
         i
         for i, x in enumerate(equation.invars)

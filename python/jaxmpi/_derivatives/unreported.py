@@ -1,10 +1,9 @@
-"""Communication inside primitives of other libraries that do not report its effect.
+"""Communication inside primitives of other libraries that do not report the effect.
 
-Such a primitive evaluates functions of its user; `linear_solve` of lineax, for example, evaluates a matvec. Its
-abstract evaluation calls `jax.eval_shape`, which does not pass effects on. So its equation would be lowered without a
-token, could be moved or dropped, and the operations inside would find no token either. Here every equation with the
-effect leaves a mark when it is staged. A primitive whose abstract evaluation leaves a mark without reporting the effect
-is made to report it from then on.
+A primitive like `linear_solve` of lineax evaluates functions of the user, for example a matvec. The abstract evaluation
+calls `jax.eval_shape`, which does not pass effects on. So JAX would lower its equation without a token, could move or
+drop it, and the operations inside would have no token either. Here every equation with the effect leaves a mark when it
+is staged. A primitive whose abstract evaluation leaves a mark without reporting the effect reports it from then on.
 """
 
 import functools
@@ -20,11 +19,11 @@ from jaxmpi._jax import internals
 from jaxmpi._primitive.effect import EFFECT
 
 _unreporting: set[Any] = set()
-"""Primitives found to evaluate functions that communicate without reporting the effect."""
+"""Primitives that evaluate functions that communicate, and do not report the effect."""
 
 
 class _Staged(threading.local):
-    """What a thread has staged."""
+    """A record of what a thread has staged."""
 
     effect = False
     """Whether an equation that communicates has been staged since this was last cleared."""
@@ -34,12 +33,12 @@ _staged = _Staged()
 
 
 def report_effects() -> None:
-    """Makes every primitive report the effect of the functions that its abstract evaluation traces."""
+    """Make every primitive report the effect of the functions that the abstract evaluation traces."""
     internals.replace(partial_eval, "_cached_abstract_eval", "", _evaluate)
 
 
 def report_effect_of(primitive: Any, communicates: Callable[[Sequence[Any], dict[str, Any]], bool]) -> None:
-    """Makes a primitive of JAX report the effect for the operands and parameters with which it communicates."""
+    """Make a primitive of JAX report the effect for the operands and parameters with which it communicates."""
     own = getattr(primitive.abstract_eval, "jaxmpi_own", primitive.abstract_eval)
 
     def evaluate(*avals: Any, **params: Any) -> Any:
@@ -75,15 +74,15 @@ def _evaluate_and_report(own: Callable[..., Any], /, *avals: Any, **params: Any)
 
 
 def communicates(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Whether a primitive of another library communicates with these operands."""
+    """Return whether a primitive of another library communicates with these operands."""
     return primitive in _unreporting and EFFECT in primitive.abstract_eval(*map(jax.typeof, operands), **params)[1]
 
 
 def differentiated_operands(primitive: Any, params: dict[str, Any]) -> list[int] | None:
-    """The operands that can have tangents; None if it is not known how the primitive is differentiated.
+    """Return the operands that can have tangents; None if it is not known how the primitive is differentiated.
 
-    Known is lineax's solver, also under `jax.vmap`: its operator and its right-hand side can have tangents, its state
-    and its options cannot. How it is differentiated depends on which operands have tangents, so all that can get one.
+    Only lineax's solver is known, also under `jax.vmap`. The operator and the right-hand side can have tangents, state
+    and options cannot. Its derivative depends on which operands have tangents, so all that can get one are returned.
     """
     lineax, equinox = (sys.modules.get(name) for name in ("lineax._solve", "equinox.internal._primitive"))
     mapped = getattr(equinox, "_vprim_p", None)
@@ -91,7 +90,7 @@ def differentiated_operands(primitive: Any, params: dict[str, Any]) -> list[int]
         primitive, params = params["prim"], dict(params["params"])
     if equinox is None or primitive is None or primitive is not getattr(lineax, "linear_solve_p", None):
         return None
-    numbers = iter(range(len(params["static"])))
-    positions = [next(numbers) if x is equinox._missing_dynamic else None for x in params["static"]]
+    indices = iter(range(len(params["static"])))
+    positions = [next(indices) if x is equinox._missing_dynamic else None for x in params["static"]]
     operator, _, vector, *_ = jax.tree.unflatten(params["treedef"], positions)
     return [i for i in jax.tree.leaves((operator, vector)) if isinstance(i, int)]

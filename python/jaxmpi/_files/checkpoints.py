@@ -104,7 +104,9 @@ def latest(path: str | os.PathLike[str], *, comm: MPI.Comm | None = None) -> Pat
     """
     operation = "latest"
     with layout.together(None, comm, operation) as clone:
-        return agreement.of_rank(clone, agreement.on_all(clone, operation, lambda: _last(path, clone.rank, operation)))
+        return agreement.of_rank(
+            clone, agreement.run_on_all(clone, operation, lambda: _last(path, clone.rank, operation))
+        )
 
 
 def _last(path: Any, rank: int, operation: str) -> Path | None:

@@ -24,8 +24,8 @@ from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Grid
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, survival
-from jaxmpi._mpi.clones import clone_of
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.private_comms import clone_of
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._unstructured.index_map import IndexMap
 
 _ADVICE = (
@@ -88,7 +88,7 @@ def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracom
     """Yield the clone on which ranks agree. Share the facts about maps that all ranks need. Raise errors of one rank on
     all. In the context, errors of MPI that mean a death become ProcessFailed."""
     internals.check_outside(operation)
-    known_comm, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
+    known_comm, failure = agreement.capture(lambda: communicator(divisions, comm, operation))
     known = communicators.resolve(known_comm, operation)
     known_comm = communicators.default_mpi() if known_comm is None else known_comm
     with survival.failing(known_comm, f"io.{operation}"):
@@ -96,7 +96,7 @@ def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracom
             clone = clone_of(known_comm)
             listed = divided(divisions) if failure is None else []
             if failure is None:
-                _, failure = agreement.attempt(lambda: _check_ranks(listed, comm, clone, operation))
+                _, failure = agreement.capture(lambda: _check_ranks(listed, comm, clone, operation))
             rows.learn(clone, operation, [division for division in listed if isinstance(division, IndexMap)], failure)
         yield clone
 

@@ -136,7 +136,7 @@ def load(
     with layout.together(grid, comm, operation) as clone:
         for _ in range(_TRIES):
             where, data = agreement.of_rank(
-                clone, agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
+                clone, agreement.run_on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
             )
 
             def work(where: Path = where, data: bytes = data) -> tuple[Any, agreement.Facts]:
@@ -144,7 +144,7 @@ def load(
                 wanted, build = _wanted(state, grid, width, axes, like)
                 return (state, wanted, build), [(leaf.record.name, leaf.text()) for leaf in wanted]
 
-            state, wanted, build = agreement.alike(clone, operation, work, _differs)
+            state, wanted, build = agreement.check_equal(clone, operation, work, _differs)
 
             def check(failure: Exception | None, data: bytes = data) -> None:
                 _check_read(clone, failure, path, data, operation)
@@ -328,7 +328,7 @@ def _values(
     failure: Exception | None = None
     loaded: list[Any] = []
     for leaf, reader in zip(wanted, readers, strict=True):
-        values, error = (None, None) if failure else agreement.attempt(partial(_read, state, leaf, reader, operation))
+        values, error = (None, None) if failure else agreement.capture(partial(_read, state, leaf, reader, operation))
         failure = failure or error
         loaded.append(values)
     check(failure)
@@ -356,7 +356,7 @@ def _readers(
         if key not in known:
             run = rows.run_of(stored.shape[0], comm.size, stored.chunks[0])
             points = rows.interval(run, stored.shape[0], comm.rank)
-            indices, failure = agreement.attempt(partial(_indices, state, index, points, operation))
+            indices, failure = agreement.capture(partial(_indices, state, index, points, operation))
             check(failure)
             assert indices is not None
             try:

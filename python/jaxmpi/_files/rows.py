@@ -64,7 +64,9 @@ def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failu
             f"{operation}: other ranks call another function of jaxmpi.io: all ranks call the same ones in one order."
         )
     if there:
-        agreement.alike(comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ)
+        agreement.check_equal(
+            comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ
+        )
     if missing:
         for map in maps:
             owned = map.owned
@@ -139,7 +141,7 @@ def _sorted(comm: MPI.Intracomm, owned: np.ndarray, run: int) -> np.ndarray:
     """Return the indices of this rank's run, of all indices in ascending order."""
     mine = np.sort(owned)
     at = np.linspace(0, len(mine), min(_SAMPLES, len(mine)), endpoint=False).astype(np.int64)
-    listed = agreement.told(comm, (mine[at], len(mine) / max(len(at), 1)))
+    listed = agreement.gather_objects(comm, (mine[at], len(mine) / max(len(at), 1)))
     samples = np.concatenate([values for values, _ in listed])
     weights = np.concatenate([np.full(len(values), weight) for values, weight in listed])
     order = np.argsort(samples, kind="stable")

@@ -129,7 +129,7 @@ def agreed(comm: MPI.Intracomm, make: Callable[[], Plan], operation: str, **more
         plan = make()
         return plan, [*((name, repr(value)) for name, value in more.items()), *facts(plan)]
 
-    return agreement.alike(comm, operation, work, _differs)
+    return agreement.check_equal(comm, operation, work, _differs)
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
@@ -245,11 +245,11 @@ def _write_chunks(
     failure, sums = None, []
     for part in arrays:
         assert part.source is not None
-        values, error = agreement.attempt(partial(part.source.take, part.value))
+        values, error = agreement.capture(partial(part.source.take, part.value))
         failure = failure or error
         if failure is None:
             stored = store.Stored.from_meta(folder / part.record.name, metas[part.record.name])
-            written, failure = agreement.attempt(partial(_write, stored, part, values, operation))
+            written, failure = agreement.capture(partial(_write, stored, part, values, operation))
             sums.append(written or {})
     return sums, failure
 

@@ -35,7 +35,7 @@ def leave(folder: Path) -> Sign:
 def check(comm: MPI.Intracomm, operation: str, sign: Sign) -> None:
     """Raise OSError on all ranks unless each of them sees the sign of rank 0. Remove the sign. All ranks call it."""
     try:
-        agreement.on_all(comm, operation, lambda: _find(operation, sign))
+        agreement.run_on_all(comm, operation, lambda: _find(operation, sign))
     finally:
         if comm.rank == 0:
             with contextlib.suppress(OSError):

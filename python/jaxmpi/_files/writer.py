@@ -34,7 +34,7 @@ from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Width
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._primitive import arguments
 
 TIME = "time"
@@ -336,7 +336,7 @@ class _Worker:
                 job, is_step = self._jobs.popleft()
             failure = None
             if self.failure is None:
-                _, failure = agreement.attempt(job)
+                _, failure = agreement.capture(job)
             job = None  # type: ignore[assignment]  # it holds the arrays of a step
             with self._changed:
                 self.failure = self.failure or failure
@@ -424,12 +424,12 @@ class _Series:
         return survival.failing(self.known.mpi, f"io.{operation}")
 
     def append(self, operation: str, worker: _Worker, time: Any, tree: Any) -> None:
-        values, failure = agreement.attempt(lambda: self._values(operation, time, tree))
+        values, failure = agreement.capture(lambda: self._values(operation, time, tree))
         done = self._agree(operation, worker, failure, time, values)
         assert values is not None
         regions: list[Any] = []
         for part, value in zip(self.parts, values, strict=True):  # each may communicate, so go on after an error
-            region, error = agreement.attempt(partial(_copy, part, value))
+            region, error = agreement.capture(partial(_copy, part, value))
             regions.append(region)
             failure = failure or error
         if failure is not None:
@@ -491,7 +491,7 @@ class _Series:
         self._finish_chunks(worker)
         done = self.comm.allreduce(self.written, MPI.MIN)
         if self.comm.rank == 0:
-            agreement.attempt(lambda: self.commit(done))
+            agreement.capture(lambda: self.commit(done))
 
     def _digest(self, values: Sequence[Any]) -> float:
         """Return a number for the values that must be the same on all ranks."""
@@ -541,7 +541,7 @@ class _Series:
     def _finish_chunks(self, worker: _Worker) -> None:
         """Write the chunk that is being filled as it is."""
         if worker.failure is None and self.filled > self.written:
-            _, worker.failure = agreement.attempt(self._write_chunks)
+            _, worker.failure = agreement.capture(self._write_chunks)
 
     def _write_chunks(self) -> None:
         last = (self.filled - 1) // self.time_chunk
@@ -642,7 +642,7 @@ def _open(operation: str, path: Path, arguments: Arguments, time: Any, tree: Any
             "time_chunk": arguments.time_chunk,
             "fields": arguments.names,
         }
-        more["time"], _ = agreement.attempt(lambda: float(time))
+        more["time"], _ = agreement.capture(lambda: float(time))
         make = lambda: _plan(comm, path, arguments, time, tree, old, operation)  # noqa: E731
         plan = saving.agreed(comm, make, operation, **more)
         steps = _of_steps(plan.parts)
@@ -784,11 +784,11 @@ def _continue(operation: str, series: _Series, constant: list[StoredArray], old:
 
     sharing.check(series.comm, operation, agreement.on_root(series.comm, operation, begin))
     for part in constant:
-        values = agreement.on_all(series.comm, operation, partial(_copy, part, part.value))
-        agreement.on_all(series.comm, operation, partial(_check_constant, operation, series, part, values))
+        values = agreement.run_on_all(series.comm, operation, partial(_copy, part, part.value))
+        agreement.run_on_all(series.comm, operation, partial(_check_constant, operation, series, part, values))
     kept = sum(known < float(time) for known in times)
     series.times, series.committed = times[:kept], len(times)
-    agreement.on_all(series.comm, operation, lambda: series.continue_at(kept))
+    agreement.run_on_all(series.comm, operation, lambda: series.continue_at(kept))
     agreement.on_root(series.comm, operation, lambda: series.show(kept))
 
 

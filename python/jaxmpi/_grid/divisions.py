@@ -62,10 +62,10 @@ class Redistribution:
     source: Division
     target: Division
     aliases = False
-    refusal = ""
+    why_not_differentiable = ""
 
-    def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        return places
+    def linear(self, per_array: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        return per_array
 
     def behind(self, place: Spec, axes: int) -> Spec:
         """Return the place of a field that has `axes` more axes, behind all others."""
@@ -75,15 +75,15 @@ class Redistribution:
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0
 
-    def results(self, avals: Sequence[Any], places: tuple[Spec, ...], adjoint: bool) -> list[Any]:
+    def results(self, avals: Sequence[Any], per_array: tuple[Spec, ...], adjoint: bool) -> list[Any]:
         there = self.source if adjoint else self.target
         return [
             jax.ShapeDtypeStruct(there.shape(self.rank, x.shape, place), x.dtype)
-            for x, place in zip(avals, places, strict=True)
+            for x, place in zip(avals, per_array, strict=True)
         ]
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
-        return _plan(self, avals, places, adjoint)
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
+        return _plan(self, avals, per_array, adjoint)
 
 
 def best_division(shape: Sequence[int], processes: Sequence[int], whole: int) -> tuple[int, ...]:
@@ -136,11 +136,11 @@ def _box(cells: Sequence[Interval], division: Division, rank: int, shape: Sequen
 
 
 @plans.cached
-def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
+def _plan(pattern: Redistribution, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
     rank, source, target = pattern.rank, pattern.source, pattern.target
     moves: list[Move] = []
     facts = []
-    for leaf, (aval, place) in enumerate(zip(avals, places, strict=True)):
+    for leaf, (aval, place) in enumerate(zip(avals, per_array, strict=True)):
         axes, staggered, name = place
         owned = [source.owned(axis, extra) for axis, extra in enumerate(staggered)]
         wanted = [target.contained(axis, extra) for axis, extra in enumerate(staggered)]
@@ -158,7 +158,7 @@ def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, .
                 moves.append(Move((0,), leaf, other, written, rank, written))
         rest = tuple(size for i, size in enumerate(aval.shape) if i - len(aval.shape) not in axes)
         facts.append((tuple(axis % len(aval.shape) for axis in axes), rest, staggered, np.dtype(aval.dtype).name, name))
-    adds = adjoint and any(any(staggered) for _, staggered, _ in places)
+    adds = adjoint and any(any(staggered) for _, staggered, _ in per_array)
     if adjoint:
         moves = [move.reverse() for move in moves]
     divisions = [(division.layout.blocks, division.widths) for division in (source, target)]
@@ -166,7 +166,7 @@ def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, .
         rank,
         avals,
         moves,
-        results=pattern.results(avals, places, adjoint),
+        results=pattern.results(avals, per_array, adjoint),
         combines="SUM" if adds else None,
         zeroed=True,
         signature=plans.signature("redistribute", divisions, facts, adjoint),

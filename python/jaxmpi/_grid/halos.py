@@ -102,21 +102,21 @@ class Halo:
     corners: bool
 
     aliases = True
-    refusal = ""
+    why_not_differentiable = ""
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
-        return _plan(self, rank, avals, places, adjoint)
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
+        return _plan(self, rank, avals, per_array, adjoint)
 
-    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> Sequence[Any]:
+    def results(self, avals: Sequence[Any], per_array: Any, adjoint: bool) -> Sequence[Any]:
         return avals
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0
 
-    def linear(self, places: Sequence["Spec"]) -> tuple["Spec", ...]:
+    def linear(self, per_array: Sequence["Spec"]) -> tuple["Spec", ...]:
         """Return the specs of the fields for the linear part of an exchange: with zero in the place of numbers."""
         return tuple(
-            (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in places
+            (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in per_array
         )
 
     def behind(self, place: "Spec", axes: int) -> "Spec":
@@ -225,9 +225,9 @@ def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
 
 
 @plans.cached
-def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
+def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
     """Return the plan of an exchange, or of the adjoint, which adds the halo to the cells it copies and clears it."""
-    fields = [describe(halo, rank, aval, place) for aval, place in zip(avals, places, strict=True)]
+    fields = [describe(halo, rank, aval, place) for aval, place in zip(avals, per_array, strict=True)]
     moves: list[Move] = []
     fills: list[Fill] = []
     around = {halo.layout.neighbor(rank, direction) for direction in halo.directions()}

@@ -102,9 +102,9 @@ def _checked(
     cuts = [
         source._cut(x.shape, axes, expected, operation, name, advice) for x, name in zip(arrays, names, strict=True)
     ]
-    places = tuple((cut.axes, tuple(map(bool, cut.staggered)), name) for cut, name in zip(cuts, names, strict=True))
+    per_array = tuple((cut.axes, tuple(map(bool, cut.staggered)), name) for cut, name in zip(cuts, names, strict=True))
     pattern = Redistribution(source._comm.rank, *divisions)
-    return arrays, structure, Planned(source._comm, pattern, places, False)
+    return arrays, structure, Planned(source._comm, pattern, per_array, False)
 
 
 def check_grids(operation: str, source: Grid, target: Grid) -> None:

@@ -1,1 +1,1 @@
-"""JAX's private names, except those of differentiation; jaxprs; the array that orders calls."""
+"""JAX's private names, except the names for differentiation; jaxprs; the array that orders calls."""

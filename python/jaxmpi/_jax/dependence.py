@@ -13,7 +13,7 @@ from jaxmpi._jax import internals, primitives
 depends_on_p = primitives.Primitive("jaxmpi.depends_on")
 
 cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
-"""A number that depends on all cotangents with which the current transposition was started; empty outside of one."""
+"""A number that depends on all cotangents with which the current transposition started; empty outside of one."""
 
 solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", default=False)
 """Whether the matrix of a linear solve is being transposed, which is a value rather than a derivative."""
@@ -22,15 +22,15 @@ solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", defaul
 def depends_on(
     value: Any, inputs: Sequence[Any], *, like: Any = None, always: bool = False, unless: Sequence[Any] = ()
 ) -> Any:
-    """A value that JAX treats as a linear function of itself and of some inputs. It is not computed with them.
+    """Return a value that JAX treats as a linear function of `value` and of some inputs. It is not computed with them.
 
-    So a tangent of an input gives the result a tangent, and a cotangent of the result gives each input a cotangent; the
-    additional ones are zeros.
+    So a tangent of an input gives the result a tangent, and a cotangent of the result gives each input a cotangent.
+    These additional tangents and cotangents are zeros.
 
     Args:
       value: the value; None stands for zeros.
       inputs: the values on which the result depends.
-      like: an array or a type with the result's shape and dtype; needed if the value is None.
+      like: an array or a type with the shape and dtype of the result; needed if the value is None.
       always: every `vmap` around maps the result, also one that maps none of the operands.
       unless: values that limit `always`: a `vmap` that maps one of them, and neither the value nor an input, does not
         map the result.
@@ -44,13 +44,13 @@ def depends_on(
     return depends_on_p.bind(*values, *inputs, *unless, **params, shape=tuple(like.shape), dtype=dtype)
 
 
-def linked_zeros(inputs: Sequence[Any], like: Any) -> Any:
-    """Zeros of the shape and dtype of `like`, which JAX treats as a linear function of the inputs."""
+def dependent_zeros(inputs: Sequence[Any], like: Any) -> Any:
+    """Return zeros of the shape and dtype of `like`, which JAX treats as a linear function of the inputs."""
     return depends_on(None, inputs, like=like)
 
 
 def zero_cotangent(like: Any) -> Any:
-    """Zeros as a missing cotangent, which depend on all cotangents with which the transposition was started
+    """Return zeros as a missing cotangent, which depend on all cotangents with which the transposition started
     (_derivatives/transposition.py)."""
     return depends_on(None, cotangents.get(), like=like, always=not solving.get())
 
@@ -63,7 +63,7 @@ def _jvp(primals: Any, tangents: Any, *, has_value: Any, always: Any, **params: 
 
 
 def _transpose(cotangent: Any, *operands: Any, has_value: Any, always: Any, unless: Any, **params: Any) -> Any:
-    # The result is linear in the inputs; so the cotangents of the inputs are zeros that are linear in its cotangent.
+    # The result is linear in the inputs. So the cotangents of the inputs are zeros, linear in the result's cotangent.
     if type(cotangent) is internals.ad.Zero:
         return [None] * len(operands)
     linear = [internals.ad.is_undefined_primal(x) for x in operands]
@@ -89,7 +89,7 @@ def _batch(
 
 
 def batched(x: Any, axis_of_x: Any, size: Any, at: Any) -> Any:
-    """`x` with its batch axis at the position `at`; repeated along a new axis if it has none (None)."""
+    """Return `x` with the batch axis at the position `at`; repeated along a new axis if it has none (None)."""
     if axis_of_x is not None:
         return jnp.moveaxis(x, axis_of_x, at)
     return jnp.broadcast_to(jnp.expand_dims(x, at), (*jnp.shape(x)[:at], size, *jnp.shape(x)[at:]))

@@ -1,4 +1,4 @@
-"""The private names of JAX that the package uses, except those for jaxprs (jaxprs.py), for the order of calls
+"""The private names of JAX that the package uses, except the names for jaxprs (jaxprs.py), for the order of calls
 (runtime_token.py) and for differentiation (_derivatives).
 
 Tested with JAX 0.6.0 to `NEWEST_TRIED`. If a version moves one of these names, only this file has to change.
@@ -42,7 +42,7 @@ ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use 
 
 
 def check_outside(operation: str) -> None:
-    """Raises TypeError where a function is being traced: what it does would be done once, and not in each call."""
+    """Raise TypeError where a function is being traced: the effects would happen once, and not in each call."""
     if not trace_state_clean():
         raise TypeError(
             f"{operation}: it is called in a function that JAX is tracing, for jit, grad or vmap: call it outside, and "
@@ -50,10 +50,10 @@ def check_outside(operation: str) -> None:
         )
 
 
-class Refusal(NotImplementedError):
-    """What this package cannot do, or does not do since a derivative would be wrong. Everything of the package that is
-    called while JAX differentiates raises it, so that it is told from errors of JAX. To users it is what it is a kind
-    of: a NotImplementedError, by name too."""
+class Unsupported(NotImplementedError):
+    """An error for what this package cannot do, or does not do because a derivative would be wrong. All code of the
+    package that JAX calls while it differentiates raises it, so that it differs from errors of JAX. To users it is a
+    NotImplementedError, by name too."""
 
     __module__, __qualname__ = "builtins", "NotImplementedError"
 
@@ -61,10 +61,10 @@ class Refusal(NotImplementedError):
         return NotImplementedError, self.args
 
 
-Refusal.__name__ = "NotImplementedError"
+Unsupported.__name__ = "NotImplementedError"
 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
-"""Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""
+"""Whether an operation stays in a derivative if it has no result or the result is not used. Not in JAX 0.6."""
 
 shard_map: Function
 if hasattr(jax, "shard_map"):
@@ -96,7 +96,7 @@ if numbers(jax.__version__) > numbers(NEWEST_TRIED):
 
 
 def permit_effect(kind: type) -> None:
-    """Permits effects of this class to order computations, in control flow, custom derivatives and checkpoints too."""
+    """Permit effects of this class to order computations, in control flow, custom derivatives and checkpoints too."""
     for permission in _PERMISSIONS:
         permission.add_type(kind)
 
@@ -104,7 +104,7 @@ def permit_effect(kind: type) -> None:
 def define_primitive(
     primitive: Primitive, abstract_eval: Callable[..., Any], effectful: bool, implementation: Callable[..., Any]
 ) -> None:
-    """Gives a primitive its abstract evaluation and its eager implementation."""
+    """Give a primitive an abstract evaluation and an eager implementation."""
     if effectful:
         primitive.def_effectful_abstract_eval(abstract_eval)
     else:
@@ -113,35 +113,35 @@ def define_primitive(
 
 
 def traceback() -> Any:
-    """The traceback of the operation that is being traced: of the original one, if JAX evaluates it once more."""
+    """Return the traceback of the operation that is being traced: the original one, if JAX evaluates it once more."""
     return source_info_util.current().traceback
 
 
 def keep(primitive: Primitive) -> None:
-    """Makes dead code elimination keep a primitive that has no effect."""
+    """Make dead code elimination keep a primitive that has no effect."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
 def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
-    """Replaces a function `own(...)` of JAX by `instead(own, ...)`.
+    """Replace a function `own(...)` of JAX by `instead(own, ...)`.
 
     Args:
       owner: a class or module of JAX.
-      name: the function's name in it.
-      parameters: the names of its parameters, in order, as in the versions tested; several lists are joined by " or ".
+      name: the name of the function in it.
+      parameters: the names of the parameters, in order, as in the versions tested; several lists are joined by " or ".
         Empty: not checked.
 
     Raises:
-      ImportError: there is no such function, or its parameters differ.
+      ImportError: there is no function of this name, or the parameters differ.
     """
     own = getattr(owner, name, None)
     own = getattr(own, "jaxmpi_own", own)  # if the package is imported again
     where = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
     if own is None:
         raise ImportError(f"jaxmpi: there is no {where} in JAX {jax.__version__}. {ADVICE}")
-    found = " ".join(inspect.signature(own).parameters) if parameters else ""
-    if found not in parameters.split(" or "):
-        raise ImportError(f"jaxmpi: {where} of JAX {jax.__version__} takes ({found}), not ({parameters}). {ADVICE}")
+    actual = " ".join(inspect.signature(own).parameters) if parameters else ""
+    if actual not in parameters.split(" or "):
+        raise ImportError(f"jaxmpi: {where} of JAX {jax.__version__} takes ({actual}), not ({parameters}). {ADVICE}")
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -152,10 +152,10 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
 
 
 def pass_token_when_compiled(effect: Effect) -> None:
-    """Makes `f.lower(x).compile()` pass on the token of this effect in every call.
+    """Make `f.lower(x).compile()` pass on the token of this effect in every call.
 
     JAX uses its fast path from the second call on, and leaves the token out there. A version of JAX without the method
-    replaced here has another way of calling, and is left as it is.
+    that is replaced here calls in another way, and is left as it is.
     """
 
     def create_cpp_call(own: Function, executable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,14 +168,14 @@ def pass_token_when_compiled(effect: Effect) -> None:
 
 
 def devices_of(ctx: Any) -> int:
-    """The number of devices for which a computation is lowered."""
+    """Return the number of devices for which a computation is lowered."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     return mesh.size if mesh is not None else getattr(context, "num_devices", 1)
 
 
 def spread(devices: int) -> str:
-    """What is wrong with a computation, or an array, of several devices, and what to do."""
+    """Return what is wrong with a computation, or an array, of several devices, and what to do."""
     if jax.process_count() == 1:
         return (
             f"spread over {devices} devices of this process, and a rank communicates from one. Gather its operands on "
@@ -189,18 +189,18 @@ def spread(devices: int) -> str:
 
 
 def devices_of_array(x: Any) -> int:
-    """Over how many devices an array is spread that is not traced."""
+    """Return the number of devices over which an array is spread that is not traced."""
     sharding = x.sharding
     return 1 if type(sharding) is jax.sharding.SingleDeviceSharding else sharding.num_devices
 
 
 def no_trace() -> Any:
-    """A context in which computations are executed or traced as if outside of all traces."""
+    """Return a context in which computations are executed or traced as if outside of all traces."""
     return core.set_current_trace(core.eval_trace)
 
 
 def on_mesh(mesh: jax.sharding.Mesh) -> Any:
-    """A context in which this is the current mesh, whatever is set around it."""
+    """Return a context in which this is the current mesh, whatever is set around it."""
     name, owner = ("set_mesh", jax) if hasattr(jax, "set_mesh") else ("use_mesh", jax.sharding)  # JAX 0.6
     return getattr(owner, name)(mesh)
 
@@ -210,11 +210,11 @@ def current_source() -> Any:
 
 
 jit_disabled = config.disable_jit
-"""Whether `jax.disable_jit` holds: its `value`."""
+"""Whether `jax.disable_jit` holds: in the attribute `value`."""
 
 
 def platforms() -> str | None:
-    """JAX's setting of JAX_PLATFORMS: names separated by commas, empty, or None."""
+    """Return JAX's setting of JAX_PLATFORMS: names separated by commas, empty, or None."""
     return config.jax_platforms.value
 
 
@@ -225,38 +225,38 @@ create_token = hlo.create_token
 
 
 def optimization_barrier(x: Any) -> Any:
-    """A value in the text of a computation that equals `x`, and behind which XLA does not see what `x` is made of."""
+    """Return a value in the text of a computation that equals `x`. XLA does not see how `x` was computed."""
     return hlo.OptimizationBarrierOp([x]).results[0]
 
 
 def zero_tangent(x: Any) -> Any:
-    """A symbolic zero as the tangent of `x`."""
+    """Return a symbolic zero as the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
 
 
 def weak(x: Any) -> Any:
-    """The array as one that takes the dtype of what it meets, as Python's numbers do."""
+    """Return the array as one that takes the dtype of what it meets, as Python's numbers do."""
     return lax._convert_element_type(x, weak_type=True)
 
 
 def inexact(x: Any) -> bool:
-    """Whether `x`, a value or its type, has a dtype that can be differentiated: floating-point or complex."""
+    """Return whether `x`, a value or a type, has a dtype that can be differentiated: floating-point or complex."""
     dtype = getattr(x if hasattr(x, "dtype") else jax.typeof(x), "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
 def inexact_among(xs: Iterable[Any]) -> list[int]:
-    """The indices of those that can be differentiated."""
+    """Return the indices of the values that can be differentiated."""
     return [i for i, x in enumerate(xs) if inexact(x)]
 
 
 def without_constant_folding() -> Any:
-    """A context in which operations are staged even if all operands are known, whatever is set around it."""
+    """Return a context in which operations are staged even if all operands are known, whatever is set around it."""
     return config.eager_constant_folding(False)
 
 
 def without_leak_checks() -> Any:
-    """A context in which `jax.checking_leaks` is off."""
+    """Return a context in which `jax.checking_leaks` is off."""
     return config.check_tracer_leaks(False)
 
 
@@ -265,9 +265,9 @@ def is_tracer(x: Any) -> bool:
 
 
 def distrust_cached_programs() -> None:
-    """Turns off JAX's compilation cache with JAX 0.6: no program is taken from it or written to it from now on.
+    """Turn off JAX's compilation cache with JAX 0.6: no program is taken from it or written to it from now on.
 
-    There a loop that communicates returned zeros when it came from the cache: with 0.6.0, not with 0.7 or newer.
+    With JAX 0.6.0 a loop that communicates returned zeros when it came from the cache; not with 0.7 or newer.
     """
     if not KEEPS_EFFECTS:
         from jax.experimental.compilation_cache import compilation_cache

@@ -16,28 +16,28 @@ from jaxmpi._jax.primitives import Literal
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The open jaxpr in a closed one; an open one itself."""
+    """Return the open jaxpr in a closed one; an open one itself."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
-    """The values of the constants of a closed jaxpr; none of an open one."""
+    """Return the values of the constants of a closed jaxpr; an empty sequence for an open one."""
     return getattr(jaxpr, "consts", ())
 
 
 def change_open(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
-    """A jaxpr, closed or not, with `change` made of its open jaxpr."""
+    """Return a jaxpr, closed or not, with `change` applied to the open jaxpr."""
     inner = open_jaxpr(jaxpr)
     return change(inner) if inner is jaxpr else jaxpr.replace(jaxpr=change(inner))
 
 
 def called_name(params: dict[str, Any]) -> str:
-    """The name of the parameter that is the jaxpr of a nested call."""
+    """Return the name of the parameter that is the jaxpr of a nested call."""
     return "jaxpr" if "jaxpr" in params else "call_jaxpr"
 
 
 def called(params: dict[str, Any]) -> Any:
-    """The jaxpr of a nested call with these parameters."""
+    """Return the jaxpr of a nested call with these parameters."""
     return params[called_name(params)]
 
 
@@ -51,7 +51,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def of_equation(jaxpr: Any, equation: Any) -> Any:
-    """A jaxpr of one equation of `jaxpr` alone, with all its operands as arguments."""
+    """Return a jaxpr of one equation of `jaxpr` alone, with all operands as arguments."""
     operands = [core.Var(jax.typeof(x.val)) if isinstance(x, Literal) else core.Var(x.aval) for x in equation.invars]
     results = [core.Var(x.aval) for x in equation.outvars]
     equation = equation.replace(invars=operands, outvars=results)
@@ -62,12 +62,12 @@ def of_equation(jaxpr: Any, equation: Any) -> Any:
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
-    """The results of a jaxpr, closed or not, in the current trace."""
+    """Return the results of a jaxpr, closed or not, in the current trace."""
     return core.eval_jaxpr(open_jaxpr(jaxpr), constants(jaxpr), *args)
 
 
 def without_objects(closed: Any) -> Any:
-    """A closed jaxpr whose primitives that newer versions of JAX represent by objects have been lowered."""
+    """Return a closed jaxpr whose primitives that newer versions of JAX represent by objects have been lowered."""
     high = getattr(closed, "is_high", False) or getattr(open_jaxpr(closed), "is_high", False)
     if not high:
         return closed
@@ -76,15 +76,16 @@ def without_objects(closed: Any) -> Any:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms of a jaxpr that are not literals."""
+    """Return the atoms of a jaxpr that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] | None:
-    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments are kept.
+    """Return the computation inside a loop or a nested call: the parameter's name, itself, and which arguments
+    are kept. Return None for any other equation.
 
     Kept are the operands that every step of a loop uses, and the operands of a call that are `needed` after it, or
-    literals; the carried values and rows of a loop are not. None for any other equation.
+    literals. The carried values and rows of a loop are not kept.
     """
     params = equation.params
     match equation.primitive.name:
@@ -101,7 +102,7 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
 
 
 def elements(jaxpr: Any, effect: internals.Effect) -> float:
-    """About how many elements a jaxpr computes, without what has the effect itself; infinity if that is not known."""
+    """Return about how many elements a jaxpr computes, except by equations with the effect; infinity if unknown."""
     total = 0.0
     for equation in open_jaxpr(jaxpr).eqns:
         inner = list(inner_jaxprs(equation.params))
@@ -117,7 +118,7 @@ def elements(jaxpr: Any, effect: internals.Effect) -> float:
 
 
 def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's first operands are constants, and how many after them are carried."""
+    """Return how many of a scan's first operands are constants, and how many after them are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     first, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
@@ -125,7 +126,7 @@ def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def lower_calls_inline(effect: internals.Effect) -> None:
-    """Makes nested calls with the effect be lowered inline.
+    """Make nested calls with the effect be lowered inline.
 
     In jaxlib 0.12, XLA may execute a loop twice, or crash, if a function with an ordered effect and without array
     operands is called inside another (`tests/primitive/test_order.py`). XLA would inline the calls anyway.

@@ -1,7 +1,7 @@
 """The primitives of JAX that the package knows, and what jaxprs are made of.
 
-`jax.extend.core` has them too, but its import is that of all of `jax.extend` and of Pallas, which takes a third of what
-the import of this package takes.
+`jax.extend.core` has them too, but imports all of `jax.extend` and Pallas, which takes a third of the time of the
+import of this package.
 """
 
 from jax._src import core, custom_derivatives, pjit

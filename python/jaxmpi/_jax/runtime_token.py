@@ -2,7 +2,7 @@
 
 Between two computations with an ordered effect JAX passes an empty array, one per thread, which the first returns and
 the second takes as an operand. JAX names it the runtime token of the effect. Calls of eager operations and of functions
-compiled by `jaxmpi.jit` pass it on in C; a later call of plain `jax.jit` takes the same array as its operand.
+compiled by `jaxmpi.jit` pass it on in C; a later call of plain `jax.jit` takes the same array as an operand.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jax._src.array import ArrayImpl
 from jax._src.lax.control_flow.loops import while_p
 
 import jaxmpi._core as _core
-from jaxmpi._jax.internals import Effect, Refusal, replace
+from jaxmpi._jax.internals import Effect, Unsupported, replace
 
 # The last runtime token of each thread. JAX's own record is per thread, so no thread sees the tokens of others there.
 _tokens_of_threads: dict[int, Any] = {}
@@ -35,16 +35,16 @@ _repeating = threading.local()
 
 
 def _not_repeated() -> None:
-    """Raises where JAX executes on this rank again what has been executed on all."""
+    """Raise where JAX executes again on this rank a function that all ranks have executed."""
     if getattr(_repeating, "on", False):
         raise FloatingPointError(REPEATED)
 
 
 def guard_repetitions(effect: Effect) -> None:
-    """Makes JAX's second execution of a function, after a NaN, raise before it communicates.
+    """Make JAX's second execution of a function, after a NaN, raise before it communicates.
 
-    Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager
-    operations and functions compiled by `jaxmpi.jit` by `_new_token`, the others by `guard_calls_of_jax`.
+    Meanwhile this thread has no token for the effect, so all communication asks for a new one: eager operations and
+    functions compiled by `jaxmpi.jit` through `_new_token`, other programs through `guard_calls_of_jax`.
     """
     owner = api_util if hasattr(api_util, "maybe_recursive_nan_check") else dispatch  # the latter in JAX 0.6
 
@@ -63,7 +63,7 @@ def guard_repetitions(effect: Effect) -> None:
 
 
 def guard_calls_of_jax(effect: Effect) -> None:
-    """Makes calls of plain `jax.jit` take no token for the effect while JAX repeats a function, and none that failed.
+    """Make calls of plain `jax.jit` take no token for the effect while JAX repeats a function, and none that failed.
 
     JAX would pass the token of a failed computation to all computations that come after it, and execute none of them.
     """
@@ -83,13 +83,13 @@ def guard_calls_of_jax(effect: Effect) -> None:
 
 
 def refuse_communicating_conditions(effect: Effect) -> None:
-    """Makes `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
+    """Make `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
     rules = checkify.error_checks
     own = getattr(rules[while_p], "jaxmpi_own", rules[while_p])
 
     def check(error: Any, enabled: Any, *args: Any, cond_jaxpr: Any, **params: Any) -> Any:
         if effect in cond_jaxpr.effects:
-            raise Refusal(
+            raise Unsupported(
                 "jaxmpi: checkify evaluates the condition of a while_loop twice in each iteration, and this one "
                 "communicates. Compute it in the body, and carry the result to the condition."
             )
@@ -100,7 +100,7 @@ def refuse_communicating_conditions(effect: Effect) -> None:
 
 
 def repeats_backward_pass() -> bool:
-    """Whether JAX is about to execute a backward pass again, since its compiled one has made a NaN."""
+    """Return whether JAX is about to execute a backward pass again, because the compiled one has made a NaN."""
     error = getattr(api_util, "InternalFloatingPointError", None)
     handled = sys.exc_info()[0]
     return error is not None and handled is not None and issubclass(handled, error)
@@ -111,11 +111,11 @@ def _first_array() -> Any:
 
 
 def _new_token(effect: Effect) -> Any:
-    """Makes a runtime token for this thread whose array can be an operand of compiled code.
+    """Make a runtime token for this thread whose array can be an operand of compiled code.
 
-    A token that JAX makes holds an array too, but in some versions with the layout of an XLA token. So ours are marked,
-    by the attribute `pending`, in which the core keeps whether the computation can have failed since its call returned.
-    A token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
+    A token that JAX makes holds an array too, but in some versions with the layout of an XLA token. So our tokens are
+    marked by the attribute `pending`, in which the core keeps whether the computation can have failed since its call
+    returned. This function waits for a token of JAX, so a call of ours waits for an earlier call of plain `jax.jit`.
     """
     _not_repeated()
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
@@ -125,7 +125,7 @@ def _new_token(effect: Effect) -> Any:
         _core.configure(several_devices=True)  # so that `_heal` gets arrays that are committed
     token: Any = core.Token(_first_array())
     token.pending = None
-    if thread in _tokens_of_threads:  # this thread's earlier one, or that of an ended thread with the same number
+    if thread in _tokens_of_threads:  # an earlier token of this thread, or of an ended thread with the same number
         earlier = [*_tokens_of_ended_threads, _tokens_of_threads[thread]]
         _tokens_of_ended_threads[:] = [token for token in earlier if not token._buf.is_ready()]
     _tokens_of_threads[thread] = tokens[effect] = token
@@ -133,21 +133,21 @@ def _new_token(effect: Effect) -> Any:
 
 
 def _several_devices() -> bool:
-    """Whether this process has several devices, of one platform or, as with every GPU, of several."""
+    """Return whether this process has several devices, of one platform or, as with every GPU, of several."""
     return sum(backend.local_device_count() for backend in xla_bridge.backends().values()) > 1
 
 
 def _heal(token: Any, failed: bool) -> None:
-    """Replaces a token's array if its computation has failed, or if it is committed to a device.
+    """Replace a token's array if the computation has failed, or if the array is committed to a device.
 
-    An array gets committed to a device if the operands of its computation were, and JAX would refuse the next
-    computation if its operands are committed to another one. So the next computation takes the same array, not
-    committed, which JAX copies to another device without a wait.
+    An array gets committed to a device if the operands of its computation were. JAX would refuse the next computation
+    if that one's operands are committed to another device. So the next computation takes the same array, not committed,
+    which JAX copies to another device without a wait.
 
     Args:
       token: a runtime token of this thread.
-      failed: an operation has failed since the computation was called, perhaps in another computation. Then this one is
-        waited for, since JAX marks the results of a failed computation one after the other.
+      failed: an operation has failed since the computation was called, perhaps in another computation. Then this
+        function waits for this computation, because JAX marks the results of a failed one one after the other.
     """
     array = token._buf
     if (failed or array.is_ready()) and _failed(token.block_until_ready):
@@ -160,18 +160,18 @@ _noting = threading.local()
 
 
 def note_failures() -> None:
-    """Notes, from here on, errors of this thread's computations of which a later call only warns."""
+    """Record, from here on, errors of this thread's computations about which a later call only warns."""
     _noting.lists = [*getattr(_noting, "lists", ()), []]
 
 
 def noted_failures() -> list[jax.errors.JaxRuntimeError]:
-    """The errors noted since this thread's last `note_failures`, which ends."""
+    """Return the errors recorded since this thread's last `note_failures`, and end the record."""
     *_noting.lists, noted = _noting.lists
     return list(noted)
 
 
 def _failed(wait: Callable[[], Any]) -> bool:
-    """Waits for a computation and returns whether it failed, with a warning; its results raise the error.
+    """Wait for a computation. Return whether it failed, with a warning; the results raise the error.
 
     JAX would make the next computation fail too, without executing it, while the other ranks wait for it.
     """
@@ -181,7 +181,7 @@ def _failed(wait: Callable[[], Any]) -> bool:
         warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
         for noted in getattr(_noting, "lists", ()):
             noted.append(error)
-        # For each device JAX keeps another token, of the last computation there, which would raise at every barrier.
+        # For each device JAX keeps another token, of the last computation there. It would raise at every barrier.
         of_devices = dispatch.runtime_tokens.output_runtime_tokens
         for device, of_device in list(of_devices.items()):
             try:
@@ -197,26 +197,26 @@ def _as_it_is(error: jax.errors.JaxRuntimeError) -> Exception:
 
 
 error_of_program: Callable[[jax.errors.JaxRuntimeError], Exception] = _as_it_is
-"""What a program sees of an error of XLA's: `_mpi.survival` tells which of them is a process that has died."""
+"""Converts an error of XLA to the exception that a program sees: `_mpi.survival` recognizes a process that died."""
 
 
 def _as_error(raised: BaseException, failed: bool) -> BaseException:
-    """What a call raises in place of `raised`. JAX's quickest way of calling a program raises ValueError instead of its
-    own error; `failed`: it is of an operation."""
+    """Return the exception that a call raises in place of `raised`. JAX's fastest way of calling a program raises
+    ValueError instead of JAX's own error. `failed`: it is the error of an operation."""
     if failed and isinstance(raised, ValueError):
         raised = jax.errors.JaxRuntimeError(str(raised))
     return error_of_program(raised) if isinstance(raised, jax.errors.JaxRuntimeError) else raised
 
 
 def wait_and_raise() -> None:
-    """Waits for this thread's last computation. Raises its error."""
+    """Wait for this thread's last computation. Raise the error of it."""
     for token in list(dispatch.runtime_tokens.current_tokens.values()):
         token.block_until_ready()
     jax.effects_barrier()
 
 
 def heal_all_threads() -> None:
-    """Waits for the last computation of each thread. No later computation knows of its error."""
+    """Wait for the last computation of each thread. No later computation raises the error of an earlier one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for token in [*_tokens_of_ended_threads, *_tokens_of_threads.values()]:
@@ -235,16 +235,16 @@ def heal_all_threads() -> None:
 def with_runtime_token(
     effect: Effect, compute: Callable[..., Any], otherwise: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """A function of the arguments alone, which passes the runtime token of an effect from call to call.
+    """Return a function of the arguments alone that passes the runtime token of an effect from call to call.
 
     Args:
       effect: an ordered effect; calls are in order with all computations that have it.
-      compute: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token. The returned one may be
-        None if all communication is over as the call returns, and must not be if `array` comes in a tuple; it is an
-        empty tuple if nothing is communicated.
-      otherwise: what is called instead inside a trace and with `jax.disable_jit`; None if neither can be.
+      compute: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token. The returned array may be
+        None if all communication is over when the call returns, but not if `array` comes in a tuple. It is an empty
+        tuple if nothing is communicated.
+      otherwise: the function called instead inside a trace and with `jax.disable_jit`; None if neither can be.
     """
-    return _core.linker(
+    return _core.make_call(
         compute,
         otherwise,
         core.trace_state_clean,
@@ -261,7 +261,7 @@ def with_runtime_token(
 
 
 def wait_for_all_threads() -> None:
-    """Waits for the last computation of each thread. Its results raise its error, not this function."""
+    """Wait for the last computation of each thread. The results raise an error, this function does not."""
     for token in [*_tokens_of_ended_threads, *_tokens_of_threads.values()]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             token.block_until_ready()

@@ -1,4 +1,4 @@
-"""What all ranks must know before they go on: an error of one of them is an error of all."""
+"""Agreement of all ranks before they go on: an error of one of them is an error of all."""
 
 import hashlib
 import itertools
@@ -12,14 +12,14 @@ from jaxmpi._mpi import failures
 
 T = TypeVar("T")
 Facts = Sequence[tuple[str, str]]
-"""What ranks compare: of each fact what it is, and a text."""
+"""The facts that ranks compare: a name and a text for each."""
 _BITS = 2**64 - 1
 _KINDS = (TypeError, ValueError, ImportError, OSError)
-"""The types of errors that other ranks raise as well, of OSError also Python's own more special ones."""
+"""The types of errors that other ranks raise as well, for OSError also Python's subclasses. Most specific first."""
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `work` returns, or what it raises."""
+def capture(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `work`, or the exception that it raises."""
     try:
         return work(), None
     except Exception as error:
@@ -27,10 +27,10 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *numbers: int) -> list[int]:
-    """The sums of numbers over all ranks, modulo 2^64: one small reduction.
+    """Return the sums of numbers over all ranks, modulo 2^64: one small reduction.
 
-    Raises an exception on all ranks if any has a failure: its own there, and on the others one of the same type, with
-    the number of the first rank that has one.
+    Raises an exception on all ranks if any has a failure. That rank raises its failure. The others raise an exception
+    of the same type, with the number of the first rank that has a failure.
     """
     sums = np.array([failure is not None, *numbers], np.uint64)
     with failures.confirmed(comm):
@@ -40,79 +40,79 @@ def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *number
     return [int(number) for number in sums[1:]]
 
 
-def told(comm: MPI.Intracomm, value: T) -> list[T]:
-    """What each rank tells, any object, on all of them.
+def gather_objects(comm: MPI.Intracomm, value: T) -> list[T]:
+    """Return the object of each rank, on all ranks.
 
-    Raises MPI.Exception if a rank has died. Not by mpi4py's allgather: MPI_Allgatherv of Open MPI drops the error of
-    its own broadcast, and what it then has not written would be unpickled before anybody asks for a death.
+    Raises MPI.Exception if a rank has died. It does not use mpi4py's allgather: MPI_Allgatherv of Open MPI drops an
+    error of the broadcast inside, and mpi4py would unpickle unwritten memory before anybody asks for a death.
     """
     with failures.confirmed(comm):
-        found = comm.bcast(comm.gather(value))
-    return cast(list[T], found)
+        result = comm.bcast(comm.gather(value))
+    return cast(list[T], result)
 
 
-def on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
-    """What `work` returns on this rank. An error of one rank is raised on all, as by `sums`."""
-    found, failure = attempt(work)
+def run_on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
+    """Return the result of `work` on this rank. An error of one rank is raised on all, as by `sums`."""
+    result, failure = capture(work)
     sums(comm, operation, failure)
-    return cast(T, found)
+    return cast(T, result)
 
 
 def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: int = 0) -> T:
-    """What `work` returns on the root, which alone calls it, on all ranks: one broadcast. All raise its error."""
-    found, failure = attempt(work) if comm.rank == root else (None, None)
-    failed, found = of_rank(comm, (failure is not None, found), root)
+    """Return on all ranks the result of `work`, which root alone calls: one broadcast. All ranks raise root's error."""
+    result, failure = capture(work) if comm.rank == root else (None, None)
+    failed, result = of_rank(comm, (failure is not None, result), root)
     if failed:
         _fail(comm, operation, failure)
-    return cast(T, found)
+    return cast(T, result)
 
 
 def on_root_with_all(
     comm: MPI.Intracomm, operation: str, value: T, failure: Exception | None, work: Callable[[list[T]], None]
 ) -> None:
-    """Lets root call `work` with what each rank has, any object: one gather and one broadcast. All raise root's error.
-    Where a rank has a failure, root does not call it, and all raise that."""
+    """Let root call `work` with the list of all ranks' objects: one gather and one broadcast. All ranks raise root's
+    error. If a rank has a failure, root does not call `work`, and all ranks raise that failure."""
     with failures.confirmed(comm):
         listed = comm.gather((failure is not None, value))
     failed = False
     if listed is not None:
-        failed = any(its for its, _ in listed)
+        failed = any(has_failed for has_failed, _ in listed)
         if not failed:
-            _, failure = attempt(lambda: work([its for _, its in listed]))
+            _, failure = capture(lambda: work([theirs for _, theirs in listed]))
     if of_rank(comm, failed or failure is not None):
         _fail(comm, operation, failure)
 
 
 def of_rank(comm: MPI.Intracomm, value: T, root: int = 0) -> T:
-    """What the root has, any object, on all ranks. Raises MPI.Exception if a rank has died."""
+    """Return root's object, on all ranks. Raise MPI.Exception if a rank has died."""
     with failures.confirmed(comm):
         return cast(T, comm.bcast(value, root))
 
 
-def alike(
+def check_equal(
     comm: MPI.Intracomm,
     operation: str,
     work: Callable[[], tuple[T, Facts]],
     differs: Callable[[str, str, str], str],
 ) -> T:
-    """The first of what `work` returns on this rank; the second are facts that all ranks must have alike.
+    """Return the first item of the result of `work` on this rank. The second item is facts that all ranks must share.
 
-    An error of one rank is raised on all. So is a ValueError if a rank has other facts than rank 0, whose text there is
-    `differs(what, mine, of rank 0)`. It is one small reduction where all is well: the facts themselves travel where
-    their digests differ.
+    An error of one rank is raised on all. All ranks also raise a ValueError if a rank has other facts than rank 0. On
+    that rank its text is `differs(name, mine, of rank 0)`. If all is well this is one small reduction: the facts
+    themselves travel only if the digests differ.
     """
-    found, failure = attempt(work)
-    facts = found[1] if found else []
+    result, failure = capture(work)
+    facts = result[1] if result else []
     digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
     bits = np.array([failure is not None, digest, digest ^ _BITS], np.uint64)
     with failures.confirmed(comm):
         comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
     if bits[0]:
         _fail(comm, operation, failure)
-    if bits[1] & bits[2]:  # a bit that some have, and others have not
+    if bits[1] & bits[2]:  # a bit that some ranks have set, and others have not
         _compare(comm, operation, facts, differs)
-    assert found is not None
-    return found[0]
+    assert result is not None
+    return result[0]
 
 
 def _compare(comm: MPI.Intracomm, operation: str, facts: Facts, differs: Callable[[str, str, str], str]) -> None:
@@ -126,10 +126,10 @@ def _compare(comm: MPI.Intracomm, operation: str, facts: Facts, differs: Callabl
 
 def _fail(comm: MPI.Intracomm, operation: str, failure: Exception | None) -> NoReturn:
     kind: Any = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
-    if kind is OSError and type(failure).__module__ == "builtins":  # such as BlockingIOError
+    if kind is OSError and type(failure).__module__ == "builtins":  # BlockingIOError for example
         kind = type(failure)
-    all_failures = told(comm, None if failure is None else (kind, str(failure)))
+    all_failures = gather_objects(comm, None if failure is None else (kind, str(failure)))
     if failure is not None:
         raise failure
-    rank, (kind, text) = next((rank, its) for rank, its in enumerate(all_failures) if its is not None)
+    rank, (kind, text) = next((rank, theirs) for rank, theirs in enumerate(all_failures) if theirs is not None)
     raise kind(f"{operation}: on rank {rank}: {text.removeprefix(f'{operation}: ')}")

@@ -13,7 +13,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import groups, spares, static, timeline
-from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, meaning
+from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, stable_key
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 class Local:
-    """What belongs to a communicator and never changes: a copy is the object itself, and it cannot be pickled."""
+    """An object that belongs to a communicator and never changes: a copy is the object itself. It cannot be pickled."""
 
     __slots__ = ()
 
@@ -33,17 +33,18 @@ class Local:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{type(self).__name__}: it cannot be pickled, since it belongs to a communicator of this process. Pickle "
-            "what it was made from, such as numbers of processes and shapes, and make it again on each rank."
+            f"{type(self).__name__}: it cannot be pickled, because it belongs to a communicator of this process. "
+            "Pickle the arguments it was made from, such as numbers of processes and shapes, and make it again on each "
+            "rank."
         )
 
 
 class Communicator(Local):
     """An intra-communicator with its rank and size, compared by identity.
 
-    There is one object per communicator and lifetime. The core keeps its number as an attribute of the MPI
-    communicator, so a recycled handle never finds the rank and size of its predecessor, and a program compiled for a
-    freed communicator raises when it is called. The numbers of COMM_WORLD, its clone and COMM_SELF are the same in
+    There is one object per communicator and lifetime. The core keeps the number as an attribute of the MPI
+    communicator. So a recycled handle never gives the rank and size of a freed communicator, and a program compiled for
+    a freed communicator raises when it is called. The numbers of COMM_WORLD, its clone and COMM_SELF are the same in
     every run; other processes do not know the numbers of other communicators.
     """
 
@@ -52,51 +53,51 @@ class Communicator(Local):
     def __init__(self, number: int, rank: int, size: int, mpi: MPI.Comm):
         self.number, self.rank, self.size, self.mpi = number, rank, size, mpi
         self.programs: Any = None
-        """Finds the compiled programs of eager calls; they go when the communicator is freed."""
+        """Returns the compiled programs of eager calls; they go when the communicator is freed."""
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
 
     def alive(self) -> bool:
-        """Whether it has not been freed."""
+        """Return whether the communicator has not been freed."""
         _forget_freed()
         return _known.get(self.number) is self
 
 
 _known: dict[int, Communicator] = {}
-"""The communicators by their numbers, until they are freed and the next one is made."""
+"""The communicators by number, until they are freed and the next one is made."""
 
 
 def _forget_freed() -> None:
-    """Drops what is kept for communicators that have been freed: no call finds it any more."""
+    """Drop the programs of freed communicators: no call uses them any more."""
     for number in _core.take_freed():
         if (freed := _known.pop(number, None)) is not None:
             freed.programs = None
 
 
 _given_up: set[int] = set()
-"""The numbers of those that have been given up."""
+"""The numbers of the communicators that have been given up."""
 
 
 def give_up(comm: MPI.Comm) -> int:
-    """Ends all that is done on a communicator that is revoked: what was compiled for it raises, and no request of it is
-    in flight any more. Returns how many were."""
-    if (found := _core.communicator(handle_of(comm))) is None:
+    """End all work on a revoked communicator: programs compiled for it raise, and no request on it is in flight any
+    more. Return how many requests were in flight."""
+    if (identity := _core.communicator(handle_of(comm))) is None:
         return 0
-    _given_up.add(found[0])
-    requests = _core.give_up(found[0])
+    _given_up.add(identity[0])
+    requests = _core.give_up(identity[0])
     _forget_freed()
     return requests
 
 
 def of_number_in_text(number: int) -> Communicator | None:
-    """The communicator that the text of an error names: by the lower bits of its number."""
+    """Return the communicator that the text of an error names, by the lower bits of the number."""
     return next((comm for comm in _known.values() if comm.number & _IN_TEXT == number), None)
 
 
 def was_given_up(number: int) -> bool:
-    """Whether the communicator that the text of an error names has been given up."""
-    return any(its & _IN_TEXT == number for its in _given_up)
+    """Return whether the communicator that the text of an error names has been given up."""
+    return any(given_up & _IN_TEXT == number for given_up in _given_up)
 
 
 _IN_TEXT = (1 << 24) - 1
@@ -107,21 +108,22 @@ def known() -> list[Communicator]:
 
 
 def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
-    """Raises ValueError if the communicator that something was made with has been freed, or given up."""
+    """Raise ValueError if the communicator of an object has been freed, or given up. `made`: the kind of object."""
     if comm == MPI.COMM_NULL:
         raise ValueError(
             f"{operation}: the communicator of the {made} has been freed. Make the {made} with a live one, and free it "
             "after the last call."
         )
-    if _given_up and (found := _core.communicator(handle_of(comm))) is not None and found[0] in _given_up:
+    if _given_up and (identity := _core.communicator(handle_of(comm))) is not None and identity[0] in _given_up:
         raise ValueError(
-            f"{operation}: the communicator of the {made} has been given up by jaxmpi.recover, since a rank had died. "
-            f"Make the {made} again, on the one that this has returned."
+            f"{operation}: the communicator of the {made} has been given up by jaxmpi.recover, because a rank had "
+            f"died. Make the {made} again, on the communicator that recover has returned."
         )
 
 
 def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
-    """The communicator of a call. `name`: of a new one, by which its ranks compare their calls, alike on all of them.
+    """Return the communicator of a call. `name`: for a new communicator; its ranks compare their calls by this number,
+    which is the same on all of them.
 
     Raises TypeError if `comm` is not an mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
     """
@@ -142,42 +144,42 @@ def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
             f"{operation}: comm is MPI.COMM_NULL: it has been freed, or this rank is not part of it. Pass a live "
             "communicator, and only on its own ranks."
         )
-    if isinstance(comm, static.Static):  # whose handle MPI may have given to another one
+    if isinstance(comm, static.Static):  # MPI may have reused the handle
         if not comm.lifetime.alive():
             raise ValueError(f"{operation}: comm is {comm!r}, which has been freed. Pass a live communicator.")
         return comm.lifetime
-    found = _core.communicator(handle_of(comm))
-    if found is None:
+    identity = _core.communicator(handle_of(comm))
+    if identity is None:
         raise ValueError(
             f"{operation}: comm is an inter-communicator, which is not supported. Merge it first: comm.Merge()."
         )
-    known = _known.get(found[0])
+    known = _known.get(identity[0])
     if known is None:
-        if found[0] in _given_up:
+        if identity[0] in _given_up:
             raise ValueError(
-                f"{operation}: comm has been given up by jaxmpi.recover, since a rank had died. Pass the communicator "
-                "that this has returned."
+                f"{operation}: comm has been given up by jaxmpi.recover, because a rank had died. Pass the "
+                "communicator that recover has returned."
             )
         _forget_freed()
-        _core.configure_communicator(found[0], chunk=_default.chunk(ours=False))
-        _compare(found[0], comm, name)
+        _core.configure_communicator(identity[0], chunk=_default.chunk(ours=False))
+        _compare(identity[0], comm, name)
         if of_mpi := comm.Get_name():
-            _core.configure_communicator(found[0], name=of_mpi)
-        timeline.communicator(found[0], comm, of_mpi)
-        known = _known.setdefault(found[0], Communicator(*found, comm))
+            _core.configure_communicator(identity[0], name=of_mpi)
+        timeline.communicator(identity[0], comm, of_mpi)
+        known = _known.setdefault(identity[0], Communicator(*identity, comm))
     return known
 
 
 _PIECE, _LEAST_SHARE = 8 << 20, 256 << 10
 """Bytes of a piece of a long allreduce (`most_at_a_time` in csrc/mpi/collectives.c), and of each rank's share of a
-piece, which must not get too short: libraries send such shares."""
+piece. A share must not get too short, because libraries send shares."""
 
 
 _THREAD = threading.get_ident()
 
 
 def _compare(number: int, comm: MPI.Comm, name: int = 0) -> None:
-    """Lets the ranks of a communicator compare its first collectives, if they agreed to and are those of COMM_WORLD."""
+    """Let the ranks of a communicator compare the first collectives, if they agreed to and are ranks of COMM_WORLD."""
     if _default.calls == 0:
         return
     if threading.get_ident() != _THREAD:
@@ -191,7 +193,7 @@ def _compare(number: int, comm: MPI.Comm, name: int = 0) -> None:
 
 
 def _all_done(requests: list[MPI.Request], deadline: float) -> bool:
-    """Waits for requests until the deadline."""
+    """Wait for requests until the deadline. Return whether all are complete."""
     while not (done := MPI.Request.Testall(requests)):
         if time.monotonic() > deadline:
             break
@@ -200,21 +202,22 @@ def _all_done(requests: list[MPI.Request], deadline: float) -> bool:
 
 
 class _Default:
-    """The clone of COMM_WORLD, or of its ranks that are not spare, that calls without `comm` use.
+    """The communicator of calls without `comm`: the clone of COMM_WORLD, or of the ranks of it that are not spare.
 
-    Cloning needs all ranks, so it begins at the import of the package, which all ranks do, and not at the first call,
-    which may be a message between two of them. It does not block for ever: if some ranks never import the package, the
-    import continues after _PATIENCE_SECONDS, and only a call that needs the default communicator waits.
+    Cloning needs all ranks. So it begins at the import of the package, in which all ranks take part. The first call may
+    be a message between two ranks. Cloning does not block for ever: if some ranks never import the package, the import
+    continues after _PATIENCE_SECONDS, and only a call that needs the default communicator waits.
     """
 
     def __init__(self) -> None:
         clone, cloning = MPI.COMM_WORLD.Idup()
         self._comm: MPI.Comm = clone
         self.channel, channelling = MPI.COMM_WORLD.Idup()
-        """The clone on which ranks compare what they must agree on."""
-        # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
-        # use this package (see devices.py); whether ranks compare all their calls; whether any has arrays on devices;
-        # whether any compares none; how many are compared; from rank 0 a number for the job; how many are spare.
+        """The clone on which ranks compare settings and calls."""
+        # 0: the chunk size. 1: whether it holds for all communicators or only for this one, all of whose ranks are
+        # known to use this package (see devices.py). 2: whether ranks compare all calls. 3: whether any rank has
+        # arrays on devices. 4: whether any rank compares no calls. 5: how many calls are compared. 6: a number for the
+        # job, from rank 0. 7: how many ranks are spare.
         calls = SETTINGS.compared
         check, none = calls == ALL, calls == 0
         self._settings = np.array(
@@ -244,10 +247,10 @@ class _Default:
         """Whether all ranks imported the package before this import ended."""
         self._agreed_by_all = np.array([agreed], np.int64)
         self._hearing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._agreed_by_all, MPI.MIN)
-        # Those that have waited in vain have said so before, and the others are as far as this one.
+        # Ranks that have waited in vain have announced it before. The others are as far as this one.
         together = agreed and _all_done([self._hearing], math.inf) and bool(self._agreed_by_all[0])
         self.labels = together and not self._settings[3]
-        """Whether messages may have labels: no rank has arrays on devices, whose messages have none."""
+        """Whether messages may have labels: no rank has arrays on devices, whose messages have no labels."""
         self.check = together and bool(self._settings[2])
         """Whether ranks compare all their calls. The same on all ranks."""
         self.calls = ALL if self.check else int(self._settings[5]) if together and not self._settings[4] else 0
@@ -255,7 +258,7 @@ class _Default:
         self._stepping_in = threading.Lock()
 
     def leave_out(self, count: int) -> spares.Pool:
-        """The last `count` ranks are not in it, but spare."""
+        """Leave the last `count` ranks out of the default communicator: they are spare."""
         MPI.Request.Waitall(self._requests)
         if self._settings[7] != count:
             raise ValueError(f"jaxmpi: JAXMPI_SPARES={count} on this rank, and {self._settings[7]} on another one")
@@ -267,7 +270,7 @@ class _Default:
         if self._resolved is None:
             resolved = resolve(self.mpi(), "the default communicator")
             _core.configure_communicator(resolved.number, chunk=self.chunk(ours=True), name="the default communicator")
-            if not self._settings[3]:  # nothing is known of an MPI that reads the memory of devices
+            if not self._settings[3]:  # with arrays on devices, we know nothing about MPI libraries that read these
                 piece = max(_PIECE, resolved.size * _LEAST_SHARE)
                 _core.configure_communicator(resolved.number, piece=piece)
             timeline.communicator(resolved.number, self._comm, "the default communicator")
@@ -275,10 +278,10 @@ class _Default:
         return self._resolved
 
     def chunk(self, ours: bool) -> int:
-        """The agreed chunk size, on our communicator or on another one.
+        """Return the agreed chunk size, on our communicator or on another one.
 
-        Waits for the agreement, except for other communicators if this rank names no size: their ranks may never import
-        the package.
+        Waits for the agreement. It does not wait for other communicators if this rank sets no size: their ranks may
+        never import the package.
         """
         with self._lock:
             if ours or DEVICES.everywhere:
@@ -288,7 +291,8 @@ class _Default:
         return int(self._settings[0]) if ours or self._settings[1] else 0
 
     def job(self) -> int | None:
-        """A number that all ranks of this job have, and no other job; None: not all of them have been heard yet."""
+        """Return a number that all ranks of this job share, and no other job has; None if not all ranks have
+        answered yet."""
         with self._lock:
             known = not MPI.Is_finalized() and MPI.Request.Testall(self._requests)
         return int(self._settings[6]) if known else None
@@ -300,12 +304,12 @@ class _Default:
         with self._lock:
             MPI.Request.Waitall(self._requests)
             if self._resolved is None and not self._replaced and self._comm != MPI.COMM_NULL:
-                _core.communicator(handle_of(self._comm), meaning("default"))
+                _core.communicator(handle_of(self._comm), stable_key("default"))
         self._step_in()
         return self._comm
 
     def _step_in(self) -> None:
-        """On a spare rank: waits until there is one of which it is a rank."""
+        """Wait, on a spare rank, until a default communicator includes this rank."""
         with self._stepping_in:
             if self._comm == MPI.COMM_NULL and _pool is not None:
                 repaired, name = _pool.wait()
@@ -316,33 +320,33 @@ class _Default:
         self._comm, self._replaced, self._resolved = comm, True, None
 
     def forget(self) -> None:
-        """The next call asks the core again."""
+        """Make the next call ask the core again."""
         self._lock = threading.Lock()
         self._resolved = None
 
 
 def _in_child_of_fork() -> None:
-    """All calls ask the core again, which refuses them: JAX must not compile them, since its threads are not there."""
+    """Make all calls ask the core again, which refuses them: JAX's threads do not exist in a child of fork."""
     _default.forget()
     for comm in _known.values():
         comm.programs = None
 
 
 def refuse_in_child_of_fork() -> None:
-    """Raises RuntimeError if this process has been forked by a rank, or if MPI has been finalized."""
+    """Raise RuntimeError if this process has been forked by a rank, or if MPI has been finalized."""
     _core.communicator(handle_of(MPI.COMM_SELF))
 
 
 _default: _Default
 _pool: spares.Pool | None = None
-"""The ranks of a job some of which are spare; None: none is."""
+"""The ranks of a job with spare ranks; None if no rank is spare."""
 CHECK: bool
-"""Whether ranks compare all their calls (JAXMPI_CHECK=1), on all ranks alike. Known once they have agreed."""
+"""Whether ranks compare all calls (JAXMPI_CHECK=1), on all ranks alike. Known once they have agreed."""
 
 
 def agree() -> None:
-    """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import. Opens
-    this rank's timeline, whose file is named after what they agree on."""
+    """Agree on settings with the other ranks, and begin to clone COMM_WORLD. All ranks call this, at import. Open this
+    rank's timeline, whose file is named after the agreed number of the job."""
     global _default, _pool, CHECK
     _check_spares()
     try:
@@ -363,7 +367,7 @@ def agree() -> None:
 
 
 def _check_spares() -> None:
-    """Raises RuntimeError or ValueError if there can be no spare ranks, or not so many."""
+    """Raise RuntimeError or ValueError if there can be no spare ranks, or not that many."""
     if SETTINGS.spares and not FAILURES["failed"]:
         raise RuntimeError(
             f"jaxmpi: JAXMPI_SPARES={SETTINGS.spares}: only a job that goes on after a death has spare ranks. Start it "
@@ -374,8 +378,8 @@ def _check_spares() -> None:
 
 
 def know() -> None:
-    """Registers the communicators that every run has: a program of an earlier run may use them before this run traces
-    anything. Not if ranks have not agreed yet."""
+    """Register the communicators that every run has, if ranks have agreed: a program of an earlier run may use them
+    before this run traces anything."""
     if _default.agreed:
         for comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
             if comm is not None or not is_spare():
@@ -383,12 +387,12 @@ def know() -> None:
 
 
 def default() -> Communicator:
-    """The communicator of calls without `comm`: one clone of COMM_WORLD."""
+    """Return the communicator of calls without `comm`: one clone of COMM_WORLD."""
     return _default.get()
 
 
 def replace_default(comm: MPI.Comm) -> None:
-    """Calls without `comm` use this one from now on."""
+    """Make this the communicator of calls without `comm` from now on."""
     _default.replace(comm)
 
 
@@ -397,35 +401,35 @@ def is_default(comm: MPI.Comm) -> bool:
 
 
 def repair(comm: MPI.Comm) -> tuple[MPI.Comm, int]:
-    """Called by all ranks of a communicator that live, after a death: one without the dead, and a name for it. If it is
-    the default one of a job with spare ranks these take the numbers of the dead."""
+    """Return a communicator without the dead ranks, and a name for it. All living ranks of `comm` call it, after a
+    death. In the default communicator of a job with spare ranks, spare ranks take the numbers of the dead."""
     if _pool is not None and _pool.current == comm:
         return _pool.repair()
-    its = spares.repair(MPI.Intracomm(comm), comm.rank, comm.size)
-    return its.repaired, its.name
+    repaired = spares.repair(MPI.Intracomm(comm), comm.rank, comm.size)
+    return repaired.repaired, repaired.name
 
 
 def is_spare() -> bool:
-    """Whether this rank is one that waits to take the number of another one."""
+    """Return whether this rank is spare: it waits to take the number of another one."""
     return _pool is not None and _pool.current == MPI.COMM_NULL
 
 
 def has_spares(comm: MPI.Comm) -> bool:
-    """Whether ranks of a communicator are spare."""
+    """Return whether ranks of a communicator are spare."""
     return _pool is not None and _pool.meets(comm)
 
 
 def has_stepped_in() -> bool:
-    """Whether this rank has been spare, and is not any more."""
+    """Return whether this rank has been spare, and is not any more."""
     return _pool is not None and _pool.stepped_in
 
 
 def end() -> None:
-    """Called at the end of the program, on all ranks: the spares end, too."""
+    """End the spare ranks, too. All ranks call this at the end of the program."""
     if _pool is not None and not MPI.Is_finalized():
         _pool.end()
 
 
 def default_mpi() -> MPI.Comm:
-    """The communicator of calls without `comm`, as an mpi4py communicator."""
+    """Return the communicator of calls without `comm`, as an mpi4py communicator."""
     return _default.mpi()

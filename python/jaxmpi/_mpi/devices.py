@@ -1,4 +1,4 @@
-"""The choice of the transport that takes arrays from a device's memory to MPI: once, at import, from what is detected.
+"""The choice of the transport that takes arrays from a device's memory to MPI: once, at import, by detection.
 
 Only a driver's library is loaded, if it is installed: no SDK. No device is opened before JAX opens it.
 """
@@ -18,30 +18,31 @@ _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, 
 CHUNK = 4 << 20
 """Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
 COPY_BYTES = 1 << 16
-"""Bytes that a device copies in the time in which a copy begins, where nobody has measured them."""
+"""The bytes that a device copies in the time that it takes to start a copy, where nobody has measured them."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How arrays of devices reach MPI."""
+    """A choice: how arrays of devices reach MPI."""
 
     drivers: Mapping[str, str | None]
     """The platforms, each with None or the reason why its arrays cannot be communicated."""
     aware: bool
-    """MPI is given the device's pointers."""
+    """Whether MPI gets the device's pointers."""
     transport: str
-    """The way in which MPI is called for staged arrays: callback, flags or wait (csrc/core/runtime.h). With an
-    aware MPI some are still staged."""
+    """The way in which the core calls MPI for staged arrays: callback, flags or wait (csrc/core/runtime.h). With an
+    aware MPI some arrays are still staged."""
     because: str
     """What was detected, and the reason for the choice."""
     chunk: int = 0
     """The chunk size that this rank asks for, in bytes; 0: it does not need chunks."""
     everywhere: bool = False
-    """It asks for chunks on all communicators: the user has set their size."""
+    """Whether it asks for chunks on all communicators: the user has set the size."""
     copy_bytes: int = COPY_BYTES
-    """Bytes that a device copies in the time in which a copy begins: whether parts of arrays are copied, or all."""
+    """The bytes that a device copies in the time that it takes to start a copy: they decide whether parts of arrays are
+    copied, or all."""
     flags_asked: bool = False
-    """The user has asked for the transport flags: a device without them raises, rather than take a callback."""
+    """Whether the user has asked for the transport flags: a device without flags then raises and takes no callback."""
 
     @property
     def platforms(self) -> list[str]:
@@ -55,7 +56,7 @@ class Choice:
 
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether the MPI library can access the memory of a platform's devices, and what tells so."""
+    """Return whether the MPI library can access the memory of a platform's devices, and the evidence for it."""
     name = platform.lower()
     if "CRAY MPICH" in version:
         value = environment.get("MPICH_GPU_SUPPORT_ENABLED", "0")
@@ -78,13 +79,13 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
     if kinds:
-        found = any(kind.strip().partition(":")[0] == name for kind in kinds.split(","))
-        return found, f"mpi_memory_alloc_kinds is {kinds}"
+        listed = any(kind.strip().partition(":")[0] == name for kind in kinds.split(","))
+        return listed, f"mpi_memory_alloc_kinds is {kinds}"
     return False, "the library has no way to ask for it"
 
 
 def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]:
-    """The user's choice (on, off, or None) and the variable that makes it."""
+    """Return the user's choice (on, off, or None) and the variable that makes it."""
     applies = {"MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms, "MPI4JAX_USE_SYCL_MPI": "SYCL" in platforms}
     for name, value in settings.device_mpi.items():
         if applies.get(name, True):
@@ -93,9 +94,9 @@ def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]
 
 
 def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[str, str]:
-    """The way in which MPI is called for staged arrays, and the reason for it.
+    """Return the way in which the core calls MPI for staged arrays, and the reason for it.
 
-    `survives`: the job goes on after a death, which then must be raised by the operation that has no result for it.
+    `survives`: the job goes on after a death. Then the operation that has no result because of it must raise.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
@@ -106,18 +107,17 @@ def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[
         # and MPI's call of the driver may wait for that thread.
         return "wait", "the MPI library may call the driver"
     if survives:
-        return "wait", "the job survives a death, of which each operation tells itself"
-    # Not `flags`, which has run on simulated devices alone.
+        return "wait", "the job survives a death, which each operation reports itself"
+    # Not `flags`, which has only run on simulated devices.
     return "callback", "the MPI library does not call the driver"
 
 
 def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
-    """The platforms that decide, of those with a driver: JAX may use them and, of several drivers, they find a device.
-
-    All, if there are none.
+    """Return the platforms that decide: platforms with a driver that JAX may use and, if there are several drivers,
+    that have a device. Return all platforms if there is none.
     """
     allowed = [platform for platform in platforms if allows(jax_platforms, platform)]
-    if len(allowed) > 1:  # a driver is asked, which takes time, only then
+    if len(allowed) > 1:  # only then is a driver asked, because that takes time
         counts = _core.device_counts()
         allowed = [platform for platform in allowed if counts.get(platform)]
     return allowed or platforms
@@ -126,13 +126,13 @@ def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
 def choose(
     settings: Settings, environment: Mapping[str, str], jax_platforms: str | None, survives: bool = False
 ) -> Choice:
-    """Loads the installed drivers and decides.
+    """Load the installed drivers and decide.
 
     `environment`: for the variables of MPI libraries. `jax_platforms`: the platforms that JAX may use; None: all.
     `survives`: the job goes on after the death of a rank.
 
-    Warns, once per job, if the user makes an MPI library take
-    device pointers that is not known to accept them. ValueError: the user asks for flags, which a driver does not have.
+    Warns, once per job, if the user makes an MPI library take device pointers and the library is not known to accept
+    them. ValueError: the user asks for flags, and a driver does not have them.
     """
     # If a driver has been loaded before, by the MPI library or otherwise, MPI may query it about every pointer.
     inspects = _core.driver_loaded()
@@ -141,11 +141,11 @@ def choose(
     forced, variable = _switch(settings, platforms)
     version = MPI.Get_library_version()
     counted = _that_count(platforms, jax_platforms or "")
-    found = {platform: detected(platform, version, environment) for platform in counted}
-    able = bool(platforms) and all(answer for answer, _ in found.values())
-    said = "; ".join(text for _, text in found.values())
+    answers = {platform: detected(platform, version, environment) for platform in counted}
+    able = bool(platforms) and all(answer for answer, _ in answers.values())
+    said = "; ".join(text for _, text in answers.values())
     aware = able if forced is None else forced and bool(platforms)
-    called = inspects or any(answer for answer, _ in found.values())
+    called = inspects or any(answer for answer, _ in answers.values())
     transport, why = _transport(settings.device_transport, aware, called, survives)
     used = any(allows(jax_platforms or "", platform) for platform in platforms)
     flags = _core.flags() if transport == "flags" and used else dict.fromkeys(counted, True)
@@ -172,5 +172,5 @@ def choose(
 
 
 def count(platform: str) -> int:
-    """The number of devices of a platform that this process may use."""
+    """Return the number of devices of a platform that this process may use."""
     return int(_core.device_counts().get(platform, 0))

@@ -4,7 +4,7 @@ from mpi4py import MPI
 
 
 def ranks_within(comm: MPI.Comm, other: MPI.Comm) -> list[int]:
-    """What each rank of `comm` is in `other`; MPI.UNDEFINED where it is not part of that. Nothing is communicated."""
+    """Return the number in `other` of each rank of `comm`; MPI.UNDEFINED where it has none. Nothing is communicated."""
     ours, others = comm.Get_group(), other.Get_group()
     ranks = MPI.Group.Translate_ranks(ours, None, others)
     for group in (ours, others):

@@ -1,4 +1,4 @@
-"""The C core, bound to the MPI library that mpi4py has loaded, with its handlers registered with XLA."""
+"""The C core, bound to the MPI library that mpi4py has loaded, with handlers registered with XLA."""
 
 import ctypes
 import os
@@ -19,14 +19,16 @@ try:
 
     from jaxmpi._mpi import devices
 except (ImportError, RuntimeError) as error:
-    from jaxmpi._mpi import absent
+    from jaxmpi._mpi import import_errors
 
-    raise ImportError(absent.text(error, os.environ, absent.installed(), absent.packages())) from error
+    raise ImportError(
+        import_errors.text(error, os.environ, import_errors.installed(), import_errors.packages())
+    ) from error
 
 
 @dataclass(frozen=True)
 class Datatype:
-    """A row of dtype.def: XLA's code, bytes per element, and the kind, on which the possible reductions depend."""
+    """A row of dtype.def: XLA's code, bytes per element, and the kind, which decides on the possible reductions."""
 
     name: str
     code: int
@@ -39,15 +41,14 @@ Pairs = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of ops.def: names of buffers with their roles, names of attributes with their kinds; the name that users
-    know."""
+    """A row of ops.def: buffers with their roles, attributes with their kinds, and the name that users know."""
 
     buffers: Pairs
     attributes: Pairs
     shown: str
 
     def roles(self, written: bool, count: int) -> list[str]:
-        """The roles of `count` operands or results: `mpi` or `host`, by who uses them."""
+        """Return the roles of `count` operands or results: `mpi` or `host`, by their user."""
         named = [role for _, role in self.buffers if ("write" in role) == written]
         lists = [role for role in named if role.endswith("_each")]
         each = count - len(named) + len(lists)
@@ -57,7 +58,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Library:
-    """The MPI library in use: the copy of the core for its ABI, its own description, its file."""
+    """The MPI library in use: the ABI, which selects the copy of the core, the description, and the file."""
 
     abi: str
     version: str
@@ -65,7 +66,7 @@ class Library:
 
 
 def handle_of(x: MPI.Comm | MPI.Op | MPI.Datatype) -> int:
-    """The MPI handle as a signed 64-bit number, whatever its type in this ABI."""
+    """Return the MPI handle as a signed 64-bit number, whatever its type in this ABI."""
     handle = MPI._handleof(x)
     return handle - (1 << 64) if handle >= 1 << 63 else handle
 
@@ -85,29 +86,29 @@ def _check_state() -> None:
 
 
 LIBRARY: Library
-"""Bound by `bind`, like DEVICES."""
+"""The library. `bind` sets this and DEVICES."""
 DEVICES: devices.Choice
 DATATYPES: dict[str, Datatype] = {
     name: Datatype(name, code, itemsize, kind) for name, (code, itemsize, _, kind) in _core.datatypes().items()
 }
 FAILURES: dict[str, int] = {"failed": 0, "pending": 0, "revoked": 0}
-"""MPI's classes of errors by which it tells that a process has died, as settings of the core. Filled by `bind` in a job
-that goes on without it (`python -m jaxmpi.run --survive`); 0 in all others, where MPI's calls for that may hang."""
+"""MPI's classes of errors that report the death of a process, as settings of the core. `bind` sets them in a job that
+goes on without a process (`python -m jaxmpi.run --survive`). They are 0 in other jobs, where the MPI calls may hang."""
 CONSTANTS: dict[str, Any] = {}
-"""What C and Python must know alike. Filled by `bind`, since tags depend on the MPI library."""
+"""Constants that C and Python share. `bind` sets them, because tags depend on the MPI library."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
 WITHOUT_PRIMITIVE = {"connect", "complete", "done", "outside"}
-"""Operations that only JAX's own sharded programs use, by way of csrc/sharded/; the end of what `jit` has compiled; and
-what no program calls."""
+"""Operations that only JAX's own sharded programs use, through csrc/sharded/; the end of a program that `jit` compiled;
+and the operation that no program calls."""
 OWN_OPERATIONS: dict[str, dict[str, int]] = {}
-"""The reductions of each dtype that are ours and not MPI's: their numbers. Filled by `bind`."""
+"""The reductions of each dtype that are ours and not MPI's: their numbers. `bind` sets them."""
 
 
-def meaning(comm: str) -> str:
-    """The meaning, for the core's registry, of a communicator that every run has.
+def stable_key(comm: str) -> str:
+    """Return the stable key, for the core's registry, of a communicator that every run has.
 
-    It includes the rank, since a program is compiled for one, and the library, since programs contain its numbers for
-    ranks and tags.
+    It includes the rank, because a program is compiled for one rank, and the library, because programs contain the
+    library's numbers for ranks and tags.
     """
     world = MPI.COMM_WORLD
     spare = f", {SETTINGS.spares} spare" if SETTINGS.spares else ""
@@ -115,11 +116,11 @@ def meaning(comm: str) -> str:
 
 
 _FT = 12
-"""Open MPI's attribute of a communicator that points to whether the job goes on without a process: MPI_FT."""
+"""Open MPI's attribute of a communicator that points to a flag: whether the job goes on without a process (MPI_FT)."""
 
 
 def _tolerates_failures() -> bool:
-    """Whether this job was started so that MPI goes on without a process."""
+    """Return whether this job was started so that MPI goes on without a process."""
     if LIBRARY.abi != "openmpi" or not hasattr(MPI.Comm, "Shrink"):
         return False
     try:
@@ -130,9 +131,9 @@ def _tolerates_failures() -> bool:
 
 
 def bind() -> None:
-    """Binds the core to the MPI library and to XLA, and lets the watch begin. Once in a process, before any operation.
+    """Bind the core to the MPI library and to XLA, and start the watchdog. Once in a process, before any operation.
 
-    Raises RuntimeError if MPI is in a state in which the package cannot be used, or if the core does not fit to it.
+    Raises RuntimeError if the package cannot be used in MPI's current state, or if the core does not fit the library.
     """
     global LIBRARY, DEVICES
     _check_state()
@@ -146,12 +147,12 @@ def bind() -> None:
         flags_asked=DEVICES.flags_asked,
         copy_bytes=DEVICES.copy_bytes,
     )
-    # In the same order in every run, so that a cached program finds them under their numbers.
-    of_self = _core.communicator(handle_of(MPI.COMM_SELF), meaning("COMM_SELF"))
+    # In the same order in every run, so that a cached program finds them under the same numbers.
+    of_self = _core.communicator(handle_of(MPI.COMM_SELF), stable_key("COMM_SELF"))
     assert of_self is not None
-    of_world = _core.communicator(handle_of(MPI.COMM_WORLD), meaning("COMM_WORLD"))
+    of_world = _core.communicator(handle_of(MPI.COMM_WORLD), stable_key("COMM_WORLD"))
     assert of_world is not None
-    _core.reserve(meaning("default"))
+    _core.reserve(stable_key("default"))
     if survives:
         FAILURES.update(failed=MPI.ERR_PROC_FAILED, pending=MPI.ERR_PROC_FAILED_PENDING, revoked=MPI.ERR_REVOKED)
     _core.configure(
@@ -178,13 +179,13 @@ def bind() -> None:
 
 
 def wait_for_computations() -> None:
-    """Waits for running computations of all threads."""
+    """Wait for running computations of all threads."""
     runtime_token.wait_for_all_threads()
     jax.effects_barrier()
 
 
 def release() -> None:
-    """Ends what the core does beside the program."""
+    """End the background work of the core."""
     _core.finish_comparisons()
     _core.finish_requests()
     _core.finish_devices()
@@ -192,13 +193,13 @@ def release() -> None:
 
 
 def raise_failure() -> None:
-    """Raises RuntimeError if the failure of an operation has not been reported yet."""
+    """Raise RuntimeError if an operation has failed and this has not been reported yet."""
     if (failure := _core.take_failure()) is not None:
         raise RuntimeError(f"an operation has failed: {failure}")
 
 
 def finalize_if_others_are_late() -> None:
-    """Finalizes MPI while Python lives, where MPI calls functions of Python for ranks that are late."""
+    """Finalize MPI while Python lives: MPI_Finalize calls functions of Python for ranks that are late."""
     by_mpi4py = mpi4py.rc.initialize if mpi4py.rc.finalize is None else mpi4py.rc.finalize
     if by_mpi4py and not MPI.Is_finalized() and _core.finish_requests() > 0:
         MPI.Finalize()

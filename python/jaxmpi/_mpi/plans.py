@@ -1,8 +1,8 @@
 """Plans: which parts of the arrays of a call travel in which messages (csrc/core/plan.h).
 
-A plan is made of moves: a box of an array of one rank is to become, or is to be added to, a box of an array of another
-rank, or of the same. A rank states the moves that it takes part in, each of them under a key by which both of its ranks
-sort them; all moves from one rank to another are one message.
+A plan is made of moves. A move copies a box of an array of one rank to a box of an array of another rank, or of the
+same rank, or adds it there. A rank states the moves in which it takes part, each with a key. Both ranks of the moves
+sort them by key. All moves from one rank to another are one message.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from jaxmpi._mpi.library import CONSTANTS
 
 _ALIGNMENT = 8
 _LINE = 64
-"""Bytes of a cache line. What follows a message's label begins with one: long copies between others take longer."""
+"""Bytes of a cache line. The data after a message's label begins with a line: otherwise long copies take longer."""
 _LABEL_BYTES, _MOST_AXES = CONSTANTS["LABEL_BYTES"], CONSTANTS["MAX_BOX_AXES"]
 _BEGINS, _COMBINATIONS = CONSTANTS["BEGINS"], CONSTANTS["COMBINATIONS"]
 
 
 class Indices:
-    """A list of indices along an axis, in any order. The core keeps what plans refer to for ever; equal lists once."""
+    """A list of indices along an axis, in any order. The core keeps lists of plans for ever, and equal lists once."""
 
     __slots__ = ("_number", "digest", "values")
 
@@ -40,10 +40,10 @@ class Indices:
     def number(self) -> int:
         """The core's number of the list."""
         if self._number == 0:
-            meaning = f"indices {self.digest}"
-            if meaning not in _numbers:
-                _numbers[meaning] = _core.indices(self.values, meaning)
-            self._number = _numbers[meaning]
+            stable_key = f"indices {self.digest}"
+            if stable_key not in _numbers:
+                _numbers[stable_key] = _core.indices(self.values, stable_key)
+            self._number = _numbers[stable_key]
         return self._number
 
 
@@ -55,8 +55,8 @@ class Box:
     counts: tuple[int, ...]
     steps: tuple[int, ...]
     listed: tuple[int, Indices] | None = None
-    """An axis along which the elements are those with these indices; there the start is 0 and the step 1. The axes
-    behind it are whole."""
+    """An axis and the indices of the elements along it; there the start is 0 and the step 1. The axes behind it are
+    whole."""
 
     @property
     def size(self) -> int:
@@ -94,25 +94,25 @@ class Plan:
 
     def __init__(self, words: Sequence[int]):
         data = b"".join((word % (1 << 64)).to_bytes(8, sys.byteorder) for word in words)
-        meaning = f"plan {hashlib.sha256(data).hexdigest()}"
-        if meaning not in _numbers:
-            _numbers[meaning] = _core.plan(data, meaning)
-        self.number = _numbers[meaning]
+        stable_key = f"plan {hashlib.sha256(data).hexdigest()}"
+        if stable_key not in _numbers:
+            _numbers[stable_key] = _core.plan(data, stable_key)
+        self.number = _numbers[stable_key]
 
 
 _numbers: dict[str, int] = {}
-"""The numbers of all plans and lists made so far, by their meanings: the core keeps them for ever."""
+"""The numbers of all plans and lists made so far, by stable key: the core keeps them for ever."""
 
 
 def signature(*facts: Any) -> int:
-    """A number for what all ranks must agree on. Facts that are equal have the same number: of such a rank uses those
-    that it has seen first, since plans are kept, and others may have seen others first."""
+    """Return a number for facts that all ranks must agree on. Equal facts have the same number. A rank uses the first
+    of several equal facts, because plans are kept, and other ranks may have used another one first."""
     return int.from_bytes(hashlib.sha256(repr(_in_one_form(facts)).encode()).digest()[:8], "little")
 
 
 def _in_one_form(fact: Any) -> Any:
-    """The fact in a form whose representation is the same for all that are equal: 1, 1.0, True and NumPy's are, and so
-    are dtypes that name the byte order and those that do not."""
+    """Return the fact in a form whose representation is the same for all equal facts: 1, 1.0, True and NumPy's are
+    equal, and so are dtypes that name the byte order and dtypes that do not."""
     if isinstance(fact, tuple | list):
         return tuple(map(_in_one_form, fact))
     if dataclasses.is_dataclass(fact) and not isinstance(fact, type):
@@ -129,7 +129,7 @@ def _in_one_form(fact: Any) -> Any:
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    """Bytes from an element to the next along each axis."""
+    """Return the bytes from an element to the next along each axis."""
     return [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
@@ -138,30 +138,30 @@ _Axes = tuple[int, list[tuple[int, tuple[int, ...]]]]
 
 
 def _merged(counts: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int) -> _Axes:
-    """Boxes with these counts and the strides of each. Axes that continue each other in all boxes are one, and the
-    innermost is a run of bytes if it can be."""
+    """Return the axes of boxes with these counts and the strides of each. Axes that continue each other in all boxes
+    are merged, and the innermost is a run of bytes if possible."""
     run = itemsize
     axes: list[tuple[int, tuple[int, ...]]] = []  # the innermost first
-    for count, its in list(zip(counts, zip(*strides, strict=True), strict=True))[::-1]:
+    for count, of_boxes in list(zip(counts, zip(*strides, strict=True), strict=True))[::-1]:
         if count == 1:
             continue
-        if not axes and all(stride == run for stride in its):
+        if not axes and all(stride == run for stride in of_boxes):
             run *= count
-        elif axes and all(outer == axes[-1][0] * inner for outer, inner in zip(its, axes[-1][1], strict=True)):
+        elif axes and all(outer == axes[-1][0] * inner for outer, inner in zip(of_boxes, axes[-1][1], strict=True)):
             axes[-1] = (axes[-1][0] * count, axes[-1][1])
         else:
-            axes.append((count, its))
+            axes.append((count, of_boxes))
     return run, axes[::-1]
 
 
 def _steps(box: Box, aval: Any) -> list[int]:
-    """Bytes from an element of the box to the next along each axis."""
+    """Return the bytes from an element of the box to the next along each axis."""
     strides = _strides(aval.shape, np.dtype(aval.dtype).itemsize)
     return [step * stride for step, stride in zip(box.steps, strides, strict=True)]
 
 
 def _axes_of(box: Box, aval: Any) -> _Axes:
-    """The axes by which a box is copied; the last one is that with a list of indices, if there is one."""
+    """Return the axes by which a box is copied; if there is a list of indices, the last axis has it."""
     steps, itemsize = _steps(box, aval), np.dtype(aval.dtype).itemsize
     if box.listed is None:
         return _merged(box.counts, [steps], itemsize)
@@ -171,13 +171,13 @@ def _axes_of(box: Box, aval: Any) -> _Axes:
     run, inner = _merged(box.counts[axis + 1 :], [steps[axis + 1 :]], itemsize)
     if inner:
         raise NotImplementedError("an array of which parts of rows are listed by index")
-    # Without bytes that continue each other the outer axes are no run.
+    # Without bytes that continue each other, the outer axes are not a run.
     _, outer = _merged(box.counts[:axis], [steps[:axis]], 0)
     return run, [*outer, (box.counts[axis], (steps[axis],))]
 
 
 def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b"", axes: _Axes | None = None) -> list:
-    """`axes`: those of a pair of boxes of which this is the first."""
+    """Return the words of a box. `axes`: the axes of a pair of boxes of which this is the first."""
     itemsize = np.dtype(aval.dtype).itemsize
     run, merged = axes or _axes_of(box, aval)
     if len(merged) > _MOST_AXES:
@@ -186,14 +186,14 @@ def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b""
     pattern = value * (16 // len(value)) if value else bytes(16)
     words = [leaf, stage, first, run, *(int.from_bytes(pattern[i : i + 8], "little") for i in (0, 8))]
     words += [0 if box.listed is None else box.listed[1].number, len(merged)]
-    for count, its in merged:
-        words += [count, its[0]]
+    for count, strides in merged:
+        words += [count, strides[0]]
     return words
 
 
 def _axes_of_pair(move: Move, operand: Any, result: Any) -> tuple[_Axes, _Axes] | None:
-    """The axes by which the boxes of a move on one rank are copied part by part, as the one that is read has them, and
-    as the other one. None: their elements lie along axes that differ."""
+    """Return the axes by which the boxes of a move on one rank are copied part by part, as seen from the box that is
+    read and from the other one. None: their elements lie along different axes."""
     sides = []
     if move.read.listed or move.written.listed:
         return None
@@ -204,7 +204,7 @@ def _axes_of_pair(move: Move, operand: Any, result: Any) -> tuple[_Axes, _Axes] 
     run, axes = _merged(counts, [read, written], np.dtype(operand.dtype).itemsize) if counts == of_written else (0, [])
     if run == 0 or len(axes) > _MOST_AXES:
         return None
-    return (run, axes), (run, [(count, its[::-1]) for count, its in axes])
+    return (run, axes), (run, [(count, strides[::-1]) for count, strides in axes])
 
 
 def _aligned(number: int, alignment: int = _ALIGNMENT) -> int:
@@ -212,17 +212,17 @@ def _aligned(number: int, alignment: int = _ALIGNMENT) -> int:
 
 
 class _Messages:
-    """The messages of one direction: to each rank, or from each, one."""
+    """The messages of one direction: one to each rank, or one from each rank."""
 
     def __init__(self, begin: int):
         self.end = begin
         self.words: list[int] = []
         self.places: dict[int, int] = {}
-        """Where a move is in the stage, by its index among all moves."""
+        """The place of a move in the stage, by the index among all moves."""
         self.ranks = 0
 
     def add(self, rank: int, moves: Iterable[tuple[int, Move, int]]) -> None:
-        """A message with moves: the number of each, itself and its bytes."""
+        """Add a message with moves: the index of each, the move, and the bytes."""
         at = _aligned(self.end + _LABEL_BYTES, _LINE)
         begin = at - _LABEL_BYTES
         for index, _, size in moves:
@@ -233,7 +233,7 @@ class _Messages:
 
 
 def _begin(zeroed: bool, combined: bool, moves: Sequence[Move], results: Sequence[Any]) -> int:
-    """How results begin that receive these moves, of which no two are to the same elements if they replace them."""
+    """Return how results begin that receive these moves. No two moves are to the same elements if they replace them."""
     if not zeroed:
         return _BEGINS.index("operands")
     left = [math.prod(aval.shape) for aval in results]
@@ -253,15 +253,15 @@ def make(
     zeroed: bool = False,
     signature: int = 0,
 ) -> Plan:
-    """The plan of this rank.
+    """Return the plan of this rank.
 
     Args:
       avals: shapes and dtypes of the operands; of the results where `results` is None.
-      moves: those from this rank or to it, also both.
-      fills: what is filled before anything is received.
-      combines: SUM, MAX or MIN: what is moved is combined with what is there; None: it replaces that.
-      zeroed: results begin as zeros; else as the operands, whose shapes they then have.
-      signature: of what all ranks must agree on.
+      moves: the moves from this rank or to it, also both.
+      fills: the boxes that are filled before anything is received.
+      combines: SUM, MAX or MIN: moved elements are combined with the elements there; None: they replace them.
+      zeroed: results begin as zeros; otherwise as the operands, whose shapes they then have.
+      signature: a number for facts that all ranks must agree on.
     """
     results = avals if results is None else results
     moves = sorted((m for m in moves if m.read.size > 0), key=lambda m: (m.key, m.leaf))
@@ -283,7 +283,7 @@ def make(
     receives = _Messages(own.end)
     between("dest", "source", receives, own=False)
     pairs: dict[int, Any] = {}
-    """The axes of the moves on this rank that can be copied at once, by the move's index."""
+    """The axes of the moves on this rank that can be copied at once, by the index of the move."""
     for index in own.places if zeroed and not combines else ():
         axes = _axes_of_pair(moves[index], avals[moves[index].leaf], results[moves[index].leaf])
         if axes is not None:
@@ -291,7 +291,7 @@ def make(
     boxes: list[int] = []
 
     def put(places: dict[int, int], side: int, arrays: Sequence[Any]) -> None:
-        # In the order of the stage; sums in that of the moves, on which the last bits of a number depend.
+        # In the order of the stage. Sums in the order of the moves, on which the last bits of a number depend.
         order = sorted(places.keys() - pairs.keys(), key=lambda index: index if side and combines else places[index])
         for index in [*order, *pairs]:
             move, axes = moves[index], pairs[index][side] if index in pairs else None

@@ -1,8 +1,8 @@
-"""Communicators and reductions that can be hashed: `jaxmpi.static` makes them of those of mpi4py.
+"""Communicators and reductions with a hash: `jaxmpi.static` makes them from objects of mpi4py.
 
-JAX hashes and compares what is static: static arguments, fields of pytrees. mpi4py's objects have no hash, and compare
-by the handle, which MPI gives to another communicator once the first has been freed. These here are mpi4py's all the
-same, of subclasses of its classes, so everything that takes those takes them.
+JAX hashes and compares static objects: static arguments, fields of pytrees. mpi4py's objects have no hash, and compare
+by handle, which MPI reuses once a communicator has been freed. The objects here are instances of subclasses of mpi4py's
+classes, so all code that takes mpi4py's objects takes them.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from mpi4py import MPI
 
 
 class Static:
-    """What the subclasses add. They compare by `lifetime`, of which there is one object for each communicator or
-    reduction, never again for another one. A pytree without leaves, so that it may also be part of any argument."""
+    """The attributes and methods that the subclasses add. They compare by `lifetime`: one object for each communicator
+    or reduction, never reused for another one. A pytree without leaves, so that it may be part of any argument."""
 
     lifetime: Any
     original: Any
-    """The object of mpi4py that it was made of."""
+    """The object of mpi4py from which it was made."""
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Static):
@@ -45,7 +45,7 @@ class Static:
     __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
 
     def Free(self) -> None:
-        """Frees the original, which so knows it too."""
+        """Free the original, so that the original is null, too."""
         self.original.Free()
 
 
@@ -69,9 +69,9 @@ for _class in CLASSES:
     jax.tree_util.register_pytree_node(_class, lambda x: ((), x), lambda x, _: x)
 
 
-def of(x: MPI.Comm | MPI.Op, lifetime: Any) -> Any:
-    """A static one with this lifetime, of the class that `x` has in mpi4py."""
-    kind: Any = next((made for made in CLASSES if isinstance(x, made.__mro__[2])), _Intracomm)
-    made = kind(x)
-    made.lifetime, made.original = lifetime, x
-    return made
+def make(x: MPI.Comm | MPI.Op, lifetime: Any) -> Any:
+    """Return a static object with this lifetime, of the subclass of the class that `x` has in mpi4py."""
+    kind: Any = next((subclass for subclass in CLASSES if isinstance(x, subclass.__mro__[2])), _Intracomm)
+    result = kind(x)
+    result.lifetime, result.original = lifetime, x
+    return result

@@ -1,8 +1,8 @@
-"""Jobs that survive the death of a rank: the error, and how a communicator is made again of those who live.
+"""Jobs that survive the death of a rank: the error, and how a communicator of the living ranks is made.
 
-MPI tells of a death by the error of an operation (ULFM: MPIX_ERR_PROC_FAILED). The core then revokes the communicator,
-so that no rank waits for one that has left an operation by this error: core/failure.c. Nothing here costs a call that
-succeeds.
+MPI reports a death by the error of an operation (ULFM: MPIX_ERR_PROC_FAILED). The core then revokes the communicator,
+so that no rank waits for a rank that has left an operation by this error: core/failure.c. Nothing here costs a call
+that succeeds.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import internals, runtime_token
-from jaxmpi._mpi import clones, communicators, failures, groups
+from jaxmpi._mpi import communicators, failures, groups, private_comms
 from jaxmpi._mpi.library import FAILURES, LIBRARY
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.watch import waiting
 
 
 class ProcessFailed(jax.errors.JaxRuntimeError):
-    """A rank has died, and an operation of this rank could not be done, or another rank has found that out.
+    """A rank has died, and an operation of this rank failed because of it, or another rank has noticed the death.
 
     The job goes on if it has been started by `python -m jaxmpi.run --survive`: see `jaxmpi.recover`.
 
     Attributes:
-      ranks: the ranks of `comm` that are known to have died, on this rank by now. Empty if another rank has told of the
-        failure, and MPI has not told of the death here yet.
+      ranks: the ranks of `comm` that are known to have died, on this rank by now. Empty if another rank has reported
+        the failure, and MPI has not reported the death here yet.
       comm: the communicator of the operation; None if it is not known, or has been freed or recovered.
-      operation: the name of the operation, `allreduce`; empty if it was none of this package.
+      operation: the name of the operation, `allreduce`; empty if it is not an operation of this package.
     """
 
     def __init__(self, text: str, ranks: tuple[int, ...] = (), comm: MPI.Comm | None = None, operation: str = ""):
@@ -43,22 +43,22 @@ class ProcessFailed(jax.errors.JaxRuntimeError):
         return ProcessFailed, (str(self), self.ranks, None, self.operation)
 
 
-_SAYS = re.compile(
+_DEATH_IN_TEXT = re.compile(
     r"jaxmpi(?:\.|, )([\w. ]+?) on rank \d+ of \d+: (?:(?!jaxmpi[.,]).)*?\[a process has failed, communicator (\d+)\]",
     re.DOTALL,
 )
 
 
 def process_failure(error: BaseException) -> ProcessFailed | None:
-    """The `ProcessFailed` that an error is of, or None if it is of something else.
+    """Return the `ProcessFailed` for an error, or None if the error has another cause.
 
-    What an operation raises when it is called, eagerly or in a function under `jaxmpi.jit`, is a `ProcessFailed`
-    already. JAX itself raises the errors of functions under plain `jax.jit`, and those that come out as a program waits
-    for a result (`block_until_ready`, `numpy.asarray`): they are of `jax.errors.JaxRuntimeError`, whose text alone says
-    what happened, and this function reads it. Errors of mpi4py are taken as well.
+    An operation raises `ProcessFailed` itself when it is called, eagerly or in a function under `jaxmpi.jit`. Other
+    errors are instances of `jax.errors.JaxRuntimeError`: errors of functions under plain `jax.jit`, which JAX raises
+    itself, and errors that come out when a program waits for a result (`block_until_ready`, `numpy.asarray`). Only
+    their text says what happened; this function reads it. It takes errors of mpi4py as well.
 
-    An error of a communicator that `recover` has replaced is none: nobody else would recover from it once more. It
-    comes out of an array whose computation had failed before, and which is lost.
+    The result is None for an error of a communicator that `recover` has replaced: nobody else would recover from it
+    once more. It comes out of an array whose computation had failed before, and which is lost.
 
     Args:
       error: any exception.
@@ -70,28 +70,28 @@ def process_failure(error: BaseException) -> ProcessFailed | None:
     if not isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
         return None
     text = str(error)
-    if (says := _SAYS.search(text)) is None or communicators.was_given_up(int(says[2])):
+    if (match := _DEATH_IN_TEXT.search(text)) is None or communicators.was_given_up(int(match[2])):
         return None
-    known = communicators.of_number_in_text(int(says[2]))
+    known = communicators.of_number_in_text(int(match[2]))
     comm = known.mpi if known is not None and known.mpi != MPI.COMM_NULL else None
-    return ProcessFailed(text, failures.dead(comm) if comm is not None else (), comm, says[1])
+    return ProcessFailed(text, failures.dead(comm) if comm is not None else (), comm, match[1])
 
 
 def failure_in(error: BaseException, comm: MPI.Comm, operation: str) -> ProcessFailed | None:
-    """The `ProcessFailed` that an error is of, in what ranks do together by mpi4py on a clone of `comm`; None if it is
-    of something else. Both are revoked, so that no rank waits there for this one."""
-    found = process_failure(error)
-    if isinstance(error, MPI.Exception) and (found is not None or failures.is_broken(comm)):
-        found = ProcessFailed(f"{operation}: {error}", failures.dead(comm), comm, operation)
-    if found is not None:
-        clones.revoke(comm)
-    return found
+    """Return the `ProcessFailed` for an error in a function where ranks communicate by mpi4py on a clone of `comm`.
+    Return None if the error has another cause. Revoke both communicators, so that no rank waits there for this one."""
+    failure = process_failure(error)
+    if isinstance(error, MPI.Exception) and (failure is not None or failures.is_broken(comm)):
+        failure = ProcessFailed(f"{operation}: {error}", failures.dead(comm), comm, operation)
+    if failure is not None:
+        private_comms.revoke(comm)
+    return failure
 
 
 @contextlib.contextmanager
 def failing(comm: MPI.Comm, operation: str) -> Iterator[None]:
-    """Around what the ranks of `comm` do together by mpi4py: what tells of a death is a ProcessFailed, and other ranks
-    hear of it by their own operations."""
+    """A context for code in which the ranks of `comm` communicate by mpi4py. An error that reports a death becomes a
+    ProcessFailed, and other ranks learn of the death by their own operations."""
     try:
         yield
     except (MPI.Exception, jax.errors.JaxRuntimeError) as error:
@@ -102,12 +102,12 @@ def failing(comm: MPI.Comm, operation: str) -> Iterator[None]:
 
 
 def _of_lost_array(error: BaseException) -> RuntimeError | None:
-    """The error for an array whose computation has failed before `recover`."""
-    if (says := _SAYS.search(str(error))) is None or not communicators.was_given_up(int(says[2])):
+    """Return the error for an array whose computation failed before `recover`."""
+    if (match := _DEATH_IN_TEXT.search(str(error))) is None or not communicators.was_given_up(int(match[2])):
         return None
     return RuntimeError(
         "jaxmpi: an operand or a result is an array whose computation failed before jaxmpi.recover, so there is "
-        "nothing in it. Take what was there before that step: of a variable that the step has not assigned, a "
+        "nothing in it. Take the value from before that step: of a variable that the step has not assigned, a "
         f"jaxmpi.Replica or a file. It had failed by: {error}"
     )
 
@@ -117,12 +117,12 @@ def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
 
 
 def install() -> None:
-    """Lets calls raise ProcessFailed."""
+    """Make calls raise ProcessFailed."""
     runtime_token.error_of_program = _of_program
 
 
 def _check_type(comm: MPI.Comm, caller: str, name: str = "comm") -> None:
-    """Raises TypeError or ValueError if it is no intra-communicator, or freed."""
+    """Raise TypeError or ValueError if `comm` is not an intra-communicator, or freed."""
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
         raise ValueError(f"{caller}: {name} is MPI.COMM_NULL: it has been freed. Pass a live communicator.")
     if not isinstance(comm, MPI.Intracomm):
@@ -130,9 +130,9 @@ def _check_type(comm: MPI.Comm, caller: str, name: str = "comm") -> None:
 
 
 def _check(comm: MPI.Comm, caller: str) -> None:
-    """Raises RuntimeError where MPI cannot go on without a rank."""
+    """Raise RuntimeError where MPI cannot go on without a rank."""
     _check_type(comm, caller)
-    if not FAILURES["failed"]:  # its calls may hang
+    if not FAILURES["failed"]:  # MPI's calls for it may hang
         name = LIBRARY.version.splitlines()[0].partition(",")[0]
         raise RuntimeError(
             f"{caller}: this job cannot go on without a rank: {name} has no calls for it, "
@@ -145,17 +145,17 @@ _CALLED_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspe
 
 
 class survive(contextlib.ContextDecorator):
-    """Turns errors that say that a rank has died into `ProcessFailed`, whoever raises them, and at once.
+    """Turns errors that report the death of a rank into `ProcessFailed`, whoever raises them, and at once.
 
-    Use it as `with jaxmpi.survive(comm):` around a step of a program. At its end the computations that it has started
-    are waited for, so that a step which was left without an error has been done on this rank. With `uniform=True` the
-    ranks agree at the end: all that live leave it without an error, or all of them raise. Without, a rank may have got
-    its result from a collective in which another rank has found a death.
+    Use it as `with jaxmpi.survive(comm):` around a step of a program. The end waits for the computations that the step
+    has started. So a step that ends without an error is done on this rank. With `uniform=True` the ranks agree at the
+    end: all living ranks leave it without an error, or all of them raise. Without it, a rank may have a result from a
+    collective in which another rank has noticed a death.
 
-    Use it outside of compiled functions: within one it is passed while JAX traces, and not in the calls.
+    Use it outside of compiled functions: inside, it is executed while JAX traces, and not in the calls.
 
-    It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(notoken.allreduce)` is an operation of which no
-    rank has the result, unless all have it.
+    It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(notoken.allreduce)` is an operation whose result
+    either all ranks have, or none.
 
     Args:
       comm: the communicator whose ranks agree; the default one if left out.
@@ -163,7 +163,7 @@ class survive(contextlib.ContextDecorator):
 
     Raises:
       ProcessFailed: a rank has died. With `uniform=True` also where another rank has left the block by any exception.
-      TypeError, ValueError: `comm` is no intra-communicator, or freed; what is decorated is no function.
+      TypeError, ValueError: `comm` is not an intra-communicator, or freed; the decorated object is not a function.
     """
 
     def __init__(self, comm: MPI.Comm | None = None, *, uniform: bool = False) -> None:
@@ -201,15 +201,17 @@ class survive(contextlib.ContextDecorator):
             error = late
         finally:
             noted = runtime_token.noted_failures()
-        if raised is None:  # a later call has only warned of the first one
-            error = next((its for its in noted if _SAYS.search(str(its))), error)
+        if raised is None:  # a later call has only warned about the first failure
+            error = next((first for first in noted if _DEATH_IN_TEXT.search(str(first))), error)
         failure: Exception | None = None
         if error is not None:
             failure = process_failure(error) or _of_lost_array(error)
         all_done = error is None
         if self._uniform:
             with waiting(None, "survive"):
-                all_done = clones.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
+                all_done = private_comms.agree(
+                    communicators.default_mpi() if self._comm is None else self._comm, all_done
+                )
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
         if error is not None and error is not raised:
@@ -225,25 +227,29 @@ class survive(contextlib.ContextDecorator):
 
 
 def recover(*comms: MPI.Comm | None) -> Any:
-    """Goes on without the ranks that have died: makes a communicator of those that live in the place of each one given.
+    """Go on without the dead ranks: make a communicator of the living ranks in the place of each communicator passed.
 
-    All living ranks call it, with the same communicators in the same order, after a `ProcessFailed`. It revokes them,
-    so that operations of ranks which have not heard of the death raise there, waits for this rank's computations, gives
-    up the requests in flight on them (a later wait raises, and nothing is said of them at the end), and forgets errors
-    that have not been raised. The ranks keep their order. If more of them die meanwhile, the result is without them.
-    In a job with spare ranks (`python -m jaxmpi.run --survive --spare N`) one of these takes the number of each rank of
-    the default communicator that has died, as long as there are some: see `jaxmpi.get_default`.
+    All living ranks call it, with the same communicators in the same order, after a `ProcessFailed`. It does this:
 
-    What was made for the old communicator is not used any more: calls on it raise. Compiled functions are traced anew
-    as they are next called, so one that reads `comm` from a variable gets what it is then; make a `Grid`, an `IndexMap`
-    and communicators of the program's own (`comm.Split()`, `comm.Dup()`) again. In the place of the default
-    communicator the new one becomes the default.
+    1. It revokes the communicators, so that operations of ranks that do not know of the death yet raise there.
+    2. It waits for this rank's computations.
+    3. It gives up the requests in flight on the communicators: a later wait raises, and nothing is reported at the end.
+    4. It forgets errors that have not been raised.
+
+    The ranks keep their order. If more ranks die meanwhile, the result is without them. In a job with spare ranks
+    (`python -m jaxmpi.run --survive --spare N`) a spare takes the number of each rank of the default communicator that
+    has died, as long as there are spares: see `jaxmpi.get_default`.
+
+    Objects made for the old communicator cannot be used any more: calls on it raise. Compiled functions are traced anew
+    at the next call, so a function that reads `comm` from a variable gets the value at that time. Make a `Grid`, an
+    `IndexMap` and communicators of the program's own (`comm.Split()`, `comm.Dup()`) again. If the default communicator
+    is replaced, the new one becomes the default.
 
     Args:
       *comms: the communicators; the default one if left out, or None.
 
     Returns:
-      The new communicator, or a tuple if several were given. Which ranks died: `jaxmpi.lost(old, new)`.
+      The new communicator, or a tuple if several were passed. Which ranks died: `jaxmpi.lost(old, new)`.
 
     Raises:
       RuntimeError: this MPI, or this job, cannot go on without a rank; start it by `python -m jaxmpi.run --survive`.
@@ -251,28 +257,28 @@ def recover(*comms: MPI.Comm | None) -> Any:
         do not call this; called in a function that JAX traces.
     """
     internals.check_outside("recover")
-    given = [communicators.default_mpi() if comm is None else comm for comm in comms or (None,)]
-    for comm in given:
+    old_comms = [communicators.default_mpi() if comm is None else comm for comm in comms or (None,)]
+    for comm in old_comms:
         _check(comm, "recover")
         _check_recoverable(comm)
-    for comm in given:
-        clones.revoke(comm)
+    for comm in old_comms:
+        private_comms.revoke(comm)
     runtime_token.heal_all_threads()
-    for comm in given:
+    for comm in old_comms:
         communicators.give_up(comm)
     _core.take_failure()
     with waiting(None, "recover"):
-        made = tuple(_repaired(comm) for comm in given)
-    for old, new in zip(given, made, strict=True):
+        new_comms = tuple(_repaired(comm) for comm in old_comms)
+    for old, new in zip(old_comms, new_comms, strict=True):
         if communicators.is_default(old):
             communicators.replace_default(new)
     jax.clear_caches()
-    _tell_launcher(given[0], made[0])
-    return made if len(comms) > 1 else made[0]
+    _publish_deaths(old_comms[0], new_comms[0])
+    return new_comms if len(comms) > 1 else new_comms[0]
 
 
 def _check_recoverable(comm: MPI.Comm) -> None:
-    """Raises ValueError for communicators that the package needs itself, and where `recover` would wait for ever."""
+    """Raise ValueError for communicators that the package needs itself, and where `recover` would wait for ever."""
     if comm == MPI.COMM_SELF:
         raise ValueError("recover: comm is MPI.COMM_SELF, which cannot lose a rank: leave it out.")
     if communicators.has_spares(comm):
@@ -289,49 +295,49 @@ def _repaired(comm: MPI.Comm) -> MPI.Comm:
 
 
 def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of `old` that are not in `new`, which `recover` has made of it. Nothing is communicated.
+    """Return the ranks of `old` that are not in `new`, which `recover` has made from it. Nothing is communicated.
 
     Raises:
       TypeError, ValueError: not intra-communicators, or freed.
     """
     for comm, name in ((old, "old"), (new, "new")):
         _check_type(comm, "lost", name)
-    return tuple(rank for rank, found in enumerate(groups.ranks_within(old, new)) if found == MPI.UNDEFINED)
+    return tuple(rank for rank, number in enumerate(groups.ranks_within(old, new)) if number == MPI.UNDEFINED)
 
 
-def _tell_launcher(old: MPI.Comm, new: MPI.Comm) -> None:
-    """The first rank that has been in the old one tells of all deaths: others may have stepped in. On stderr where it
-    is not on the launcher's machine."""
+def _publish_deaths(old: MPI.Comm, new: MPI.Comm) -> None:
+    """Publish all deaths, on the first rank that was in the old communicator: other ranks may be spares that stepped
+    in. The report goes to the launcher, or to stderr if this rank is not on the launcher's machine."""
     dead, gone = failures.dead(MPI.COMM_WORLD), lost(old, new)
     first = next(rank for rank in range(old.size) if rank not in gone)
-    if dead and old.rank == first and not _core.tell_launcher("deaths", " ".join(map(str, dead))):
+    if dead and old.rank == first and not _core.write_job_file("deaths", " ".join(map(str, dead))):
         have = "ranks {} have" if len(dead) > 1 else "rank {} has"
         print(f"jaxmpi: {have.format(', '.join(map(str, dead)))} died, and the job goes on", file=sys.stderr)
 
 
 def get_default() -> MPI.Comm:
-    """The communicator of calls without `comm=`.
+    """Return the communicator of calls without `comm=`.
 
     On a spare rank (`python -m jaxmpi.run --survive --spare N`) this waits, as all calls do that need the default
-    communicator, until `jaxmpi.recover` on the others lets it take the number of a rank that has died, and is the
-    communicator that `recover` returns there. If the program ends on all others it raises SystemExit.
+    communicator. The wait ends when `jaxmpi.recover` on the others gives it the number of a dead rank. Then this
+    returns the communicator that `recover` returns there. If the program ends on all others, it raises SystemExit.
 
-    On others nothing is communicated. The communicator is not freed by the program.
+    On other ranks nothing is communicated. The program must not free the communicator.
     """
     return communicators.default_mpi()
 
 
 def set_default(comm: MPI.Comm) -> None:
-    """Makes `comm` the communicator of calls without `comm=`.
+    """Make `comm` the communicator of calls without `comm=`.
 
-    Compiled functions are traced anew as they are next called. All ranks of `comm` call this at the same place of their
+    Compiled functions are traced anew at the next call. All ranks of `comm` call this at the same place of their
     programs; nothing is communicated.
 
     Args:
       comm: an intra-communicator of mpi4py that the program does not free. It is not duplicated.
 
     Raises:
-      TypeError, ValueError: it is none, or has been freed.
+      TypeError, ValueError: not an intra-communicator, or freed.
     """
     _check_type(comm, "set_default")
     communicators.resolve(comm, "set_default")

@@ -1,9 +1,10 @@
-"""This rank's timeline, JAXMPI_TRACE: its file, and what is needed to put it beside those of other ranks.
+"""This rank's timeline, JAXMPI_TRACE: the file, and facts that align it with the timelines of other ranks.
 
-The file is an array of events, in the format of Chrome and Perfetto, one in a line: of the operations by
-csrc/observe/timeline.c; here of the rank and of its communicators. `python -m jaxmpi.trace` reads it.
+The file is an array of events, in the format of Chrome and Perfetto, one in a line. csrc/observe/timeline.c writes the
+events of operations; this module writes the events of the rank and of the communicators. `python -m jaxmpi.trace` reads
+the file.
 
-Several jobs may write into one folder. A file is named after its job, and never one that was there before.
+Several jobs may write into one folder. A file is named after the job, and never replaces a file.
 """
 
 import hashlib
@@ -30,17 +31,17 @@ ON = SETTINGS.trace != ""
 
 
 def _clock() -> str:
-    """The clock of the times in the file: ranks with the same one have comparable times."""
+    """Return the clock of the times in the file: ranks with the same clock have comparable times."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 _LAUNCHED = SETTINGS.launched or f"child of {os.getppid()} of {_clock()}"
-"""What ranks of one job have in common without asking each other, those on one machine at least: for the files of jobs
-of which some ranks never import the package, or that end before they have."""
+"""A text that ranks of one job share without communication, at least ranks on one machine. It is for the files of jobs
+in which some ranks never import the package, or that end before they have."""
 
 _job: Callable[[], int | None] | None = None
-"""Finds out which job this is, until the file tells."""
+"""Returns the number of the job, until the file has it."""
 
 
 def _note(name: str, arguments: dict[str, Any]) -> None:
@@ -48,18 +49,18 @@ def _note(name: str, arguments: dict[str, Any]) -> None:
 
 
 def new_job() -> int:
-    """A number for a job, which no other one has: the time in seconds, and random bits."""
+    """Return a number for a job that no other job has: the time in seconds, and random bits."""
     return int(time.time()) << 30 | secrets.randbits(30)
 
 
 def _name(job: int) -> str:
-    """20261231-235959-0123abcd: the time in UTC, and the random bits."""
+    """Return a name like 20261231-235959-0123abcd: the time in UTC, and the random bits."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(job >> 30))}-{job & ((1 << 30) - 1):08x}"
 
 
 def begin(library: str, job: Callable[[], int | None]) -> None:
-    """Opens the file, if one is asked for. `job` returns a number that all ranks have, by `new_job`, or None as long as
-    that is not known. Raises OSError if the file cannot be written."""
+    """Open the file, if there is to be one. `job` returns a number that all ranks share, by `new_job`; None as long as
+    it is not known. Raise OSError if the file cannot be written."""
     global _job
     if not ON:
         return
@@ -82,8 +83,8 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
     _job = job if name is None else None
 
 
-def _tell_job() -> None:
-    """Writes the job's name into the file of a rank that imported the package long before others."""
+def _write_job() -> None:
+    """Write the job's name into the file of a rank that imported the package long before others."""
     global _job
     if _job is not None and (agreed := _job()) is not None:
         _note("jaxmpi_job", {"job": _name(agreed)})
@@ -91,24 +92,24 @@ def _tell_job() -> None:
 
 
 def communicator(number: int, comm: MPI.Comm, name: str) -> None:
-    """Tells which ranks of COMM_WORLD a communicator has; nothing: all, in order. Its first rank lists them, the
-    others tell a hash of the list: together all lists would be as long as the square of the job."""
+    """Write the ranks of COMM_WORLD that a communicator has; nothing for all ranks in order. The first rank lists them,
+    the others write a hash of the list: the length of all lists together would grow as the square of the job."""
     if not ON:
         return
-    _tell_job()
+    _write_job()
     ranks = np.array(groups.ranks_within(comm, MPI.COMM_WORLD), "<i4")
-    told: dict[str, Any] = {"number": number, "name": name}
+    described: dict[str, Any] = {"number": number, "name": name}
     if not np.array_equal(ranks, np.arange(MPI.COMM_WORLD.size)):
-        told["members"] = hashlib.sha256(ranks.tobytes()).hexdigest()[:16]
+        described["members"] = hashlib.sha256(ranks.tobytes()).hexdigest()[:16]
         if comm.rank == 0:
-            told["ranks"] = ranks.tolist()
-    _note("jaxmpi_communicator", told)
+            described["ranks"] = ranks.tolist()
+    _note("jaxmpi_communicator", described)
 
 
 def end() -> None:
-    """Writes the rest, and ends the file, if there is one."""
+    """Write the rest, and close the file, if there is one."""
     try:
         if ON:
-            _tell_job()
+            _write_job()
     finally:
         _core.close_timeline()

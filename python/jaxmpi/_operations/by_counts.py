@@ -1,6 +1,6 @@
 """Collectives of arrays that are divided among the ranks along their first axis, by counts of rows.
 
-The counts are operands for the core; a batch is an axis behind the first. The cotangent has as many rows as the
+The counts are operands that the core reads; a batch is an axis behind the first. The cotangent has as many rows as the
 operand.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p, migrate_counts_p
 from jaxmpi._operations.common import SUM, Arrays, common, typed
@@ -21,12 +21,12 @@ from jaxmpi._operations.reductions import (
     reduce_scatter_p,
     reduced_everywhere,
     reducing,
-    refuse_reduction,
     weight_of,
+    why_reduction_not_differentiable,
 )
 from jaxmpi._primitive import arguments, pytrees
 from jaxmpi._primitive import counts as by_counts
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Divided, Rooted, kept
 
@@ -34,7 +34,7 @@ _divided, _rooted = kept(Divided), kept(Rooted)
 
 
 class ByCounts(Operation[Divided]):
-    """The first operand is divided; the others are counts."""
+    """A collective whose first operand is divided; the other operands are counts."""
 
     def results(self, avals: Arrays, params: Divided) -> list[Any]:
         return [typed((params.rows, *avals[0].shape[1:]), avals[0].dtype)]
@@ -42,7 +42,7 @@ class ByCounts(Operation[Divided]):
     def batch_at(self, params: Divided) -> tuple[int, int]:
         return 1, 1
 
-    def numbers(self, avals: Arrays, params: Divided) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Divided) -> dict[str, Any]:
         return {"row": math.prod(avals[0].shape[1:])}  # the elements of each
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Divided) -> list[Any]:
@@ -51,11 +51,11 @@ class ByCounts(Operation[Divided]):
         return [self.transpose_one(cotangents[0], template, counts, back)]
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
-        """The cotangent of the operand, by the adjoint with the parameters `back`."""
+        """Return the cotangent of the operand, by the adjoint with the parameters `back`."""
         return self.adjoint.apply(back, cotangent, *counts)[0]
 
     def apply_to_tree(self, params: Divided, leaves: Arrays, structure: Any, *counts: Any) -> Any:
-        """Applies the operation to all leaves, with the same counts. At run time there may be too little room."""
+        """Apply the operation to all leaves, with the same counts. At run time there may be too little room."""
         known = isinstance(counts[0], np.ndarray)
         places = [None] * len(leaves) if known else pytrees.places(leaves, leaves)
         each = [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
@@ -63,8 +63,8 @@ class ByCounts(Operation[Divided]):
         return jax.tree.unflatten(structure, results)
 
 
-def _tell(counts: Any, rows: int, comm: communicators.Communicator, operation: str) -> jax.Array:
-    """The counts of all ranks, each of which knows its own at run time."""
+def _exchange_counts(counts: Any, rows: int, comm: communicators.Communicator, operation: str) -> jax.Array:
+    """Return the counts of all ranks, each of which knows only one at run time."""
     own = by_counts.possible(by_counts.numbers(counts, (), operation, "counts"), rows)
     return allgather_p.apply(common(comm), own)[0]
 
@@ -82,7 +82,7 @@ allgatherv_p = Allgatherv("allgatherv")
 def _join_rows(
     operation: ByCounts, comm: communicators.Communicator, root: int | None, x: Any, counts: Any, rows: int | None
 ) -> Any:
-    """The rows of all ranks one behind the other; with a count at run time the counts of all ranks, too."""
+    """Return the rows of all ranks one behind the other; with a count at run time the counts of all ranks, too."""
     name = operation.shown
     leaves, names, structure = arguments.leaves(x, name, "x")
     own = by_counts.rows_of(leaves, names, name)
@@ -92,33 +92,34 @@ def _join_rows(
         by_counts.match(own, known[comm.rank], "counts say that this rank has", name, names)
         params = _divided(comm, sum(known), root=root)
         return operation.apply_to_tree(params, leaves, structure, by_counts.operand(known))
-    told = _tell(counts, by_counts.most(leaves, own), comm, name)
+    counts_of_all = _exchange_counts(counts, by_counts.most(leaves, own), comm, name)
     params = _divided(comm, by_counts.room(rows, comm.size * own, name), root=root)
-    return operation.apply_to_tree(params, leaves, structure, told), told
+    return operation.apply_to_tree(params, leaves, structure, counts_of_all), counts_of_all
 
 
 def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
-    """Puts the arrays of all ranks one behind the other, on all ranks (MPI_Allgatherv).
+    """Put the arrays of all ranks one behind the other, on all ranks (MPI_Allgatherv).
 
-    They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
+    They are joined along the first axis, whose length may differ from rank to rank; the other axes are the same.
 
     Args:
-      x: array of shape `(n, ...)`, or a pytree of such, all of the same `n`.
-      counts: how many rows of `x` count. Known while tracing: those of all ranks, a sequence of integers, the same on
-        all ranks; this rank's is the `n` of `x`. Known at run time: that of this rank, a scalar, at most `n`.
+      x: array of shape `(n, ...)`, or a pytree of arrays like this, all of the same `n`.
+      counts: how many rows of `x` count. Known while tracing: the counts of all ranks, a sequence of integers, the same
+        on all ranks; the count of this rank is the `n` of `x`. Known at run time: the count of this rank, a scalar, at
+        most `n`.
       rows: of counts at run time, for how many rows the result has room; the number of ranks times `n` if it is None.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      The rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`. With a count
+      The rows of rank 0, then the rows of rank 1 and so on, of shape `(sum(counts), ...)`. With a count
       at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
-      those of all ranks, of shape `(size,)` and dtype int32.
+      the counts of all ranks, of shape `(size,)` and dtype int32.
 
     Raises:
       ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
       anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: a rank's count is negative or more than its `n`, on all ranks; there are
-      more rows than there is room for, on each rank where that is so.
+      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's count is negative or more than the `n` of that
+      rank; on each rank with more rows than there is room for.
     """
     return _join_rows(allgatherv_p, communicators.resolve(comm, "allgatherv"), None, x, counts, rows)
 
@@ -126,8 +127,8 @@ def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm |
 class ReduceScatterv(ByCounts):
     """The adjoint of a sum is `allgatherv`."""
 
-    def refuse(self, params: Divided) -> str:
-        return refuse_reduction(_op(params))
+    def why_not_differentiable(self, params: Divided) -> str:
+        return why_reduction_not_differentiable(_op(params))
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Divided) -> list[Any]:
         op = _op(params)
@@ -154,28 +155,28 @@ def reduce_scatter(
     rows: int | None = None,
     comm: MPI.Comm | None = None,
 ) -> Any:
-    """Reduces the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
+    """Reduce the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
 
     Args:
-      x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks. With `counts` of
-        shape `(n, ...)`, all of the same `n`.
+      x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks. With
+        `counts` of shape `(n, ...)`, all of the same `n`.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
-      counts: None: rank i gets entry `i`. Otherwise how many rows of the reduction each rank gets, those of rank 0
+      counts: None: rank i gets entry `i`. Otherwise how many rows of the reduction each rank gets, the rows of rank 0
         first (MPI_Reduce_scatter). Known while tracing: a sequence of integers, the same on all ranks, whose sum is
-        `n`. Known at run time: that of this rank, a scalar; the sum over all ranks is at most `n`.
+        `n`. Known at run time: the count of this rank, a scalar; the sum over all ranks is at most `n`.
       rows: of counts at run time, for how many rows the result has room; `n` if it is None.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
       This rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count
       at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
-      those of all ranks, of shape `(size,)` and dtype int32.
+      the counts of all ranks, of shape `(size,)` and dtype int32.
 
     Raises:
-      ValueError: the first axis is not what is divided. TypeError: `op` is not defined for the dtype, or an argument is
+      ValueError: the length of the first axis is wrong. TypeError: `op` is not defined for the dtype, or an argument is
       of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: a rank's count is negative, or all of them are more than `n`, on all
-      ranks; there are more rows than there is room for, on each rank where that is so.
+      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's count is negative, or the sum is more than `n`;
+      on each rank with more rows than there is room for.
     """
     resolved = communicators.resolve(comm, "reduce_scatter")
     reduction = arguments.reduction(op, "reduce_scatter")
@@ -194,13 +195,13 @@ def reduce_scatter(
         divided = _divided(resolved, known[resolved.rank], op=reduction)
         return reduce_scatterv_p.apply_to_tree(divided, leaves, structure, by_counts.operand(known))
     most = by_counts.most(leaves, whole)
-    told = by_counts.possible(_tell(counts, most, resolved, "reduce_scatter"), most)
+    counts_of_all = by_counts.possible(_exchange_counts(counts, most, resolved, "reduce_scatter"), most)
     divided = _divided(resolved, by_counts.room(rows, whole, "reduce_scatter"), op=reduction)
-    return reduce_scatterv_p.apply_to_tree(divided, leaves, structure, told), told
+    return reduce_scatterv_p.apply_to_tree(divided, leaves, structure, counts_of_all), counts_of_all
 
 
 class Alltoallv(ByCounts):
-    """An exchange of rows, which is its own adjoint with the counts exchanged."""
+    """An exchange of rows. The adjoint is the same operation with the counts exchanged."""
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         sent, received = counts
@@ -219,29 +220,29 @@ def alltoallv(
     rows: int | None = None,
     comm: MPI.Comm | None = None,
 ) -> Any:
-    """Sends to each rank its own number of rows, and puts those received one behind the other (MPI_Alltoallv).
+    """Send a number of rows to each rank, and put the rows received one behind the other (MPI_Alltoallv).
 
     Args:
-      x: array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. Or a pytree of such, all
-        of the same `n`.
+      x: array of shape `(n, ...)`: first the rows for rank 0, then the rows for rank 1 and so on. Or a pytree of arrays
+        like this, all of the same `n`.
       sendcounts: how many rows each rank gets. Known while tracing: a sequence of integers, whose sum is `n`. Known at
         run time: an array of integers of shape `(size,)`, whose sum is at most `n`.
-      recvcounts: how many rows each rank sends to this one: a sequence of integers. None: the ranks tell each other at
-        run time, and `rows` is needed.
+      recvcounts: how many rows each rank sends to this one: a sequence of integers. None: the ranks exchange the counts
+        at run time, and `rows` is needed.
       rows: of counts at run time, for how many rows the result has room.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      The rows from rank 0, then those from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
+      The rows from rank 0, then the rows from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
       counts at run time a pair `(rows, recvcounts)`: the rows have shape `(rows, ...)` and end with zeros, and
       `recvcounts` has shape `(size,)` and dtype int32.
 
     Raises:
       ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
-      anything is sent; other ranks then wait. Whether `recvcounts` is what the others send is only compared with
-      `JAXMPI_CHECK=1`.
-      jax.errors.JaxRuntimeError: at run time: a rank's counts are negative or more than its `n`, on all ranks; there
-      are more rows than there is room for, on each rank where that is so.
+      anything is sent; other ranks then wait. Only with `JAXMPI_CHECK=1`, `recvcounts` is compared with the counts that
+      the other ranks send.
+      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's counts are negative or more than the `n` of
+      that rank; on each rank with more rows than there is room for.
     """
     resolved = communicators.resolve(comm, "alltoallv")
     leaves, names, structure = arguments.leaves(x, "alltoallv", "x")
@@ -253,12 +254,12 @@ def alltoallv(
         if sent is None or received is None:
             raise TypeError(
                 "alltoallv: sendcounts and recvcounts must both be sequences of integers, one for each rank; where "
-                "counts are known at run time, leave recvcounts out: the ranks tell each other, and rows= makes room."
+                "counts are known at run time, leave recvcounts out: the ranks exchange them, and rows= makes room."
             )
         by_counts.match(own, sum(sent), "the sum of sendcounts is", "alltoallv", names)
         params = _divided(resolved, sum(received))
-        given = by_counts.operand(sent), by_counts.operand(received)
-        return alltoallv_p.apply_to_tree(params, leaves, structure, *given)
+        both = by_counts.operand(sent), by_counts.operand(received)
+        return alltoallv_p.apply_to_tree(params, leaves, structure, *both)
     room = by_counts.room(rows, None, "alltoallv")
     counts = by_counts.numbers(
         sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
@@ -271,32 +272,32 @@ def alltoallv(
 def migrate_rows(
     comm: communicators.Communicator, leaves: Arrays, structure: Any, counts: jax.Array, room: int, signature: int
 ) -> tuple[Any, jax.Array]:
-    """Sends to each rank its own number of rows of each leaf, for `migrate`. The ranks tell each other how many.
+    """Send a number of rows of each leaf to each rank, for `migrate`. The ranks exchange these numbers.
 
     Args:
       leaves: arrays with the same number of rows, of the pytree with this structure.
-      counts: what each rank gets, as `counts.possible` returns it.
+      counts: how many rows each rank gets, as `counts.possible` returns them.
       room: how many rows the results have.
-      signature: an int32 that the ranks compare. Nothing travels between two that have others, and both raise.
+      signature: an int32 that the ranks compare. Nothing travels between two ranks with different ones; both raise.
 
     Returns:
       The pytree of the rows that were received, and how many of them come from each rank.
     """
-    told = jnp.stack([counts, jnp.full_like(counts, signature)], axis=1)
-    (theirs,) = migrate_counts_p.apply(common(comm), told)
+    sent = jnp.stack([counts, jnp.full_like(counts, signature)], axis=1)
+    (theirs,) = migrate_counts_p.apply(common(comm), sent)
     same = theirs[:, 1] == signature
     counts, received = jnp.where(same, counts, 0), jnp.where(same, theirs[:, 0], by_counts.OTHER_ARRAYS)
     return migrate_p.apply_to_tree(_divided(comm, room), leaves, structure, counts, received), received
 
 
 class Gatherv(ByCounts):
-    """Root has the rows of all operands; on any other rank the result is its operand. The adjoint is `scatterv`."""
+    """Root has the rows of all operands; on any other rank the result is the operand. The adjoint is `scatterv`."""
 
     def results(self, avals: Arrays, params: Divided) -> list[Any]:
         return super().results(avals, params) if params.on_root else [avals[0]]
 
-    def part(self, params: Divided) -> Part:
-        return Part(results=params.on_root)
+    def passes(self, params: Divided) -> Passed:
+        return Passed(results=params.on_root)
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         part = super().transpose_one(cotangent, template, counts, back)
@@ -307,30 +308,31 @@ gatherv_p = Gatherv("gatherv")
 
 
 def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
-    """Puts the arrays of all ranks one behind the other, on root (MPI_Gatherv).
+    """Put the arrays of all ranks one behind the other, on root (MPI_Gatherv).
 
-    They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
+    They are joined along the first axis, whose length may differ from rank to rank; the other axes are the same.
 
     Args:
-      x: array of shape `(n, ...)`, or a pytree of such, all of the same `n`.
-      counts: how many rows of `x` count. Known while tracing: those of all ranks, a sequence of integers, the same on
-        all ranks; this rank's is the `n` of `x`. Known at run time: that of this rank, a scalar, at most `n`.
+      x: array of shape `(n, ...)`, or a pytree of arrays like this, all of the same `n`.
+      counts: how many rows of `x` count. Known while tracing: the counts of all ranks, a sequence of integers, the same
+        on all ranks; the count of this rank is the `n` of `x`. Known at run time: the count of this rank, a scalar, at
+        most `n`.
       root: rank that receives, static.
       rows: of counts at run time, for how many rows root's result has room; the number of ranks times `n` if it is
         None. Other ranks do not use it.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      On root the rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`; on
+      On root the rows of rank 0, then the rows of rank 1 and so on, of shape `(sum(counts), ...)`; on
       other ranks `x` itself. With a count at run time a pair `(rows, counts)`: root's rows have shape
-      `(rows, ...)` and end with zeros; `counts`, on all ranks, are those of all ranks, of shape `(size,)` and dtype
-      int32.
+      `(rows, ...)` and end with zeros; `counts`, on all ranks, are the counts of all ranks, of shape `(size,)` and
+      dtype int32.
 
     Raises:
       ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
       anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: a rank's count is negative or more than its `n`, on all ranks; there are
-      more rows than there is room for, on root.
+      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's count is negative or more than the `n` of that
+      rank; on root, if there are more rows than there is room for.
     """
     resolved = communicators.resolve(comm, "gatherv")
     root = arguments.rank(root, resolved, "gatherv", "root")
@@ -340,27 +342,27 @@ def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MP
 class Scatterv(ByCounts):
     """Other ranks than root have templates, which are not read. The adjoint is `gatherv`."""
 
-    def part(self, params: Divided) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Divided) -> Passed:
+        return Passed(operands=params.on_root)
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         gathered = super().transpose_one(cotangent, template, counts, back)
-        return gathered if back.on_root else linked_zeros([gathered], template)
+        return gathered if back.on_root else dependent_zeros([gathered], template)
 
 
 scatterv_p = Scatterv("scatterv", adjoint=gatherv_p)
 
 
 def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
-    """Sends to each rank its own number of rows of root's array (MPI_Scatterv).
+    """Send a number of rows of root's array to each rank (MPI_Scatterv).
 
     Args:
-      x: on root an array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. On other
+      x: on root an array of shape `(n, ...)`: first the rows for rank 0, then the rows for rank 1 and so on. On other
         ranks a template of shape `(m, ...)`, whose values are not read, and may be a `jax.ShapeDtypeStruct`. Or pytrees
-        of such, all of the same `n` or `m`.
+        of them, all of the same `n` or `m`.
       counts: how many rows each rank gets. Known while tracing: a sequence of integers, the same on all ranks, whose
-        sum is `n`; on other ranks this rank's is `m`. Known at run time: on root an array of integers of shape
-        `(size,)`, whose sum is at most `n`; on other ranks such an array, which is not read, or None.
+        sum is `n`; on other ranks the count of the rank is `m`. Known at run time: on root an array of integers of
+        shape `(size,)`, whose sum is at most `n`; on other ranks an array like this, which is not read, or None.
       root: rank that sends, static.
       rows: of counts at run time, for how many rows the result has room; `n` on root and `m` on other ranks if it is
         None.
@@ -374,8 +376,8 @@ def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: M
     Raises:
       ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
       anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: root's counts are negative or more than its `n`, on all ranks; there are
-      more rows than there is room for, on each rank where that is so.
+      jax.errors.JaxRuntimeError: at run time: on all ranks, if root's counts are negative or more than root's `n`; on
+      each rank with more rows than there is room for.
     """
     resolved = communicators.resolve(comm, "scatterv")
     root = arguments.rank(root, resolved, "scatterv", "root")
@@ -390,9 +392,9 @@ def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: M
         params = _divided(resolved, known[resolved.rank], root=root)
         return scatterv_p.apply_to_tree(params, leaves, structure, by_counts.operand(known))
     params = _divided(resolved, by_counts.room(rows, own, "scatterv"), root=root)
-    given = jax.numpy.zeros(resolved.size, jax.numpy.int32)
+    roots_counts = jax.numpy.zeros(resolved.size, jax.numpy.int32)
     if mine:
-        given = by_counts.numbers(counts, given.shape, "scatterv", "counts")
-        given = by_counts.possible(given, by_counts.most(leaves, own))
-    (told,) = bcast_p.apply(_rooted(resolved, root), given)
-    return scatterv_p.apply_to_tree(params, leaves, structure, told), told
+        roots_counts = by_counts.numbers(counts, roots_counts.shape, "scatterv", "counts")
+        roots_counts = by_counts.possible(roots_counts, by_counts.most(leaves, own))
+    (counts_of_all,) = bcast_p.apply(_rooted(resolved, root), roots_counts)
+    return scatterv_p.apply_to_tree(params, leaves, structure, counts_of_all), counts_of_all

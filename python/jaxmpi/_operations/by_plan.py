@@ -1,6 +1,6 @@
 """Operations by a plan: any number of arrays of any dtypes in one call, with a result for each.
 
-The derivative is of those arrays that have one.
+The derivative is a derivative of the arrays that have one.
 """
 
 import dataclasses
@@ -12,54 +12,54 @@ from jaxmpi._jax.dependence import batched
 from jaxmpi._mpi.plans import Plan
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays, is_opaque, typed
 from jaxmpi._primitive import keys
-from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
 
 
 def of_words(params: Planned, arrays: Arrays) -> tuple[Planned, list[Any]]:
-    """The parameters and the operands, of the words of keys among the arrays."""
+    """Return the parameters and the operands with the words of keys in the place of keys."""
     more = map(keys.axes, arrays)
-    places = tuple(params.pattern.behind(place, n) for place, n in zip(params.places, more, strict=True))
-    return dataclasses.replace(params, places=places), list(map(keys.words, arrays))
+    per_array = tuple(params.pattern.behind(place, n) for place, n in zip(params.per_array, more, strict=True))
+    return dataclasses.replace(params, per_array=per_array), list(map(keys.words, arrays))
 
 
 def plan(avals: Arrays, params: Planned) -> Plan:
     types = tuple(typed(x.shape, x.dtype) for x in avals)
-    return params.pattern.plan(params.comm.rank, types, params.places, params.adjoint)
+    return params.pattern.plan(params.comm.rank, types, params.per_array, params.adjoint)
 
 
 class ByPlan(Operation[Planned]):
-    several = True
-    refuses_alike = True
+    variadic = True
+    nondifferentiable_on_all_ranks = True
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
-        return params.pattern.results(avals, params.places, params.adjoint)
+        return params.pattern.results(avals, params.per_array, params.adjoint)
 
     def aliases(self, operands: int, params: Planned) -> bool:
         return params.pattern.aliases
 
-    def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals, params)}
 
-    def refuse(self, params: Planned) -> str:
-        return params.pattern.refusal
+    def why_not_differentiable(self, params: Planned) -> str:
+        return params.pattern.why_not_differentiable
 
     def apply_to_all(self, params: Planned, arrays: Arrays) -> list[Any]:
-        """Applies the operation to the arrays; more than once for very many."""
+        """Apply the operation to the arrays; more than once for very many."""
         if keys.among(arrays):
             types = self.types(arrays, params)
             self.compare_keys(params, arrays)
             words = self.apply_to_all(*of_words(params, arrays))
-            return [keys.like(y, its.dtype) for y, its in zip(words, types, strict=True)]
+            return [keys.like(y, of_array.dtype) for y, of_array in zip(words, types, strict=True)]
         results: list[Any] = []
         for first in range(0, len(arrays), MOST_ARRAYS):
             chosen = slice(first, first + MOST_ARRAYS)
-            results += self.apply(dataclasses.replace(params, places=params.places[chosen]), *arrays[chosen])
+            results += self.apply(dataclasses.replace(params, per_array=params.per_array[chosen]), *arrays[chosen])
         return results
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
-        """A batch is one axis more, of those arrays that have one."""
+        """Map some of the arrays: a batch is one more axis of each array that has one."""
         result_at = params.pattern.batch(params.adjoint)[1]
         operands = self.batch_fields(axis, operands, axes, params)
         return self.bind(*operands, call=params), [None if at is None else result_at for at in axes]
@@ -69,15 +69,15 @@ class ByPlan(Operation[Planned]):
         return [x if at is None else batched(x, at, axis.size, place) for x, at in zip(operands, axes, strict=True)]
 
     def of_some(self, params: Planned, which: Sequence[int], arrays: Arrays, derivative: str, adjoint: bool) -> Planned:
-        """The parameters of the linear part of the operation, for some of the arrays."""
+        """Return the parameters of the linear part of the operation, for some of the arrays."""
         for i in which:
             if adjoint and is_opaque(arrays[i]):
-                raise Refusal(
+                raise Unsupported(
                     f"{self.shown} cannot be transposed: its transpose adds, and {arrays[i].dtype} cannot be added; "
                     "convert to another dtype first, such as float32."
                 )
-        places = params.pattern.linear(tuple(params.places[i] for i in which))
-        return Planned(params.comm, params.pattern, places, adjoint, derivative=derivative)
+        per_array = params.pattern.linear(tuple(params.per_array[i] for i in which))
+        return Planned(params.comm, params.pattern, per_array, adjoint, derivative=derivative)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
         which = [i for i, t in enumerate(tangents) if t is not None]
@@ -89,11 +89,11 @@ class ByPlan(Operation[Planned]):
         return self._linear_part(cotangents, which, back)
 
     def _linear_part(self, arrays: Arrays, which: Sequence[int], params: Planned) -> list[Any]:
-        """The operation of those of the arrays; in the place of others there is None."""
+        """Apply the operation to some of the arrays. Return None in the place of the others."""
         return spread(self.bind(*(arrays[i] for i in which), call=params), which, len(arrays))
 
 
-def spread(made: Arrays, which: Sequence[int], count: int) -> list[Any]:
-    """Values at those positions of a list, and None at the others."""
-    given = dict(zip(which, made, strict=True))
-    return [given.get(i) for i in range(count)]
+def spread(values: Arrays, which: Sequence[int], count: int) -> list[Any]:
+    """Return values at these positions of a list, and None at the other positions."""
+    at = dict(zip(which, values, strict=True))
+    return [at.get(i) for i in range(count)]

@@ -8,10 +8,10 @@ from mpi4py import MPI
 
 from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators
-from jaxmpi._mpi.texts import Text
-from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_linked_to
+from jaxmpi._mpi.strings import Text
+from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_dependent_on
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation, check_p
 from jaxmpi._primitive.params import COTANGENT, Common, Comparing, Reducing, ReducingTo, Rooted, kept
 
@@ -19,7 +19,7 @@ _rooted = kept(Rooted)
 
 
 def stacked(aval: Any, params: Common) -> Any:
-    """The type of the arrays of all ranks."""
+    """Return the type of the arrays of all ranks."""
     return typed((params.comm.size, *aval.shape), aval.dtype)
 
 
@@ -46,10 +46,10 @@ allgather_p = Allgather("allgather")
 
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """Stacks the arrays of all ranks, on all ranks (MPI_Allgather).
+    """Stack the arrays of all ranks, on all ranks (MPI_Allgather).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
@@ -62,7 +62,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Alltoall(Collective[Common]):
-    """An exchange of blocks, which is its own adjoint."""
+    """An exchange of blocks. It is self-adjoint."""
 
     def batch_at(self, params: Common) -> tuple[int, int]:
         return 1, 1
@@ -76,10 +76,10 @@ migrate_counts_p = Alltoall("migrate_counts")
 
 
 def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """Sends entry `i` of the first axis to rank i (MPI_Alltoall).
+    """Send entry `i` of the first axis to rank i (MPI_Alltoall).
 
     Args:
-      x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
@@ -102,10 +102,10 @@ barrier_p = Barrier("barrier")
 
 
 def barrier(*, comm: MPI.Comm | None = None) -> None:
-    """Waits until all ranks have reached the barrier (MPI_Barrier).
+    """Wait until all ranks have reached the barrier (MPI_Barrier).
 
     It orders communication, not Python: inside and outside `jit` the call may return before the barrier has completed.
-    `jax.effects_barrier()` waits for that.
+    `jax.effects_barrier()` waits for the barrier to complete.
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -116,34 +116,34 @@ def barrier(*, comm: MPI.Comm | None = None) -> None:
 class Bcast(Collective[Rooted]):
     """The adjoint is `reduce` of a sum.
 
-    Root's result is its operand, which the core returns nevertheless: so computations with it wait until it is sent.
-    XLA would put them before the call, and all other ranks would wait for them. If nothing else needs the operand the
-    result is aliased with it, and a loop need not copy it; otherwise it is copied once it is sent.
+    Root's result is its operand. Nevertheless the core returns it, so that computations with it wait until it is sent.
+    XLA would otherwise put them before the call, and all other ranks would wait for them. If nothing else needs the
+    operand, the result is aliased with it, and a loop need not copy it; otherwise it is copied once it is sent.
     """
 
     works_in_place = True
 
-    def part(self, params: Rooted) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(operands=params.on_root)
 
     def may_alias(self, params: Rooted) -> bool:
         return params.on_root
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Rooted) -> list[Any]:
         totals = self.adjoint.apply_to_all(ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), cotangents)
-        # Other ranks do not read their template, so its cotangent is zero.
-        return totals if params.on_root else zeros_linked_to(totals, operands)
+        # Other ranks do not read the template, so the cotangent of it is zero.
+        return totals if params.on_root else zeros_dependent_on(totals, operands)
 
 
 bcast_p = Bcast("bcast")
 
 
 def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Sends root's array to all ranks (MPI_Bcast).
+    """Send root's array to all ranks (MPI_Bcast).
 
     Args:
       x: on root the data; on other ranks a template of the same shape and dtype, whose values are not read. Or pytrees
-        of such. A template may be a `jax.ShapeDtypeStruct`.
+        of them. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -161,7 +161,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Gather(Collective[Rooted]):
-    """Root stacks all operands; on any other rank the result is its operand. The adjoint is `scatter`."""
+    """Root stacks all operands; on any other rank the result is the operand. The adjoint is `scatter`."""
 
     def result(self, aval: Any, params: Rooted) -> Any:
         return stacked(aval, params) if params.on_root else aval
@@ -169,8 +169,8 @@ class Gather(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return stacked(aval, params)
 
-    def part(self, params: Rooted) -> Part:
-        return Part(results=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(results=params.on_root)
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return 0, int(params.on_root)
@@ -184,10 +184,10 @@ gather_p = Gather("gather")
 
 
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Stacks the arrays of all ranks, on root (MPI_Gather).
+    """Stack the arrays of all ranks, on root (MPI_Gather).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -212,26 +212,26 @@ class Scatter(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return aval if params.on_root else stacked(aval, params)
 
-    def part(self, params: Rooted) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(operands=params.on_root)
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return int(params.on_root), 0
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Rooted) -> list[Any]:
         gathered = self.adjoint.apply_to_all(Rooted(params.comm, params.root, derivative=COTANGENT), cotangents)
-        return gathered if params.on_root else zeros_linked_to(gathered, operands)
+        return gathered if params.on_root else zeros_dependent_on(gathered, operands)
 
 
 scatter_p = Scatter("scatter", adjoint=gather_p)
 
 
 def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Sends entry `i` of root's first axis to rank i (MPI_Scatter).
+    """Send entry `i` of root's first axis to rank i (MPI_Scatter).
 
     Args:
       x: on root an array of shape `(size, ...)`; on other ranks a template of shape `(...)`, whose values are not read.
-        Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
+        Or pytrees of them. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -254,14 +254,14 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 
 
 def check_same(arrays: Arrays, derivative: str | None, comm: communicators.Communicator, text: Text) -> None:
-    """Compares the arrays with rank 0's. A rank of which one differs then raises an error with the text."""
-    given = bcast_p.apply_to_all(Rooted(comm, 0, derivative=derivative), arrays)
-    if differ := list(map(_differs, arrays, given)):
+    """Compare the arrays with rank 0's. A rank where one differs raises an error with the text."""
+    of_root = bcast_p.apply_to_all(Rooted(comm, 0, derivative=derivative), arrays)
+    if differ := list(map(_differs, arrays, of_root)):
         check_p.apply(Comparing(comm, text), *differ)
 
 
 def _differs(x: Any, y: Any) -> jax.Array:
-    """Whether two arrays differ by more than rounding."""
+    """Return whether two arrays differ by more than rounding."""
     if x.size == 0:
         return jnp.zeros((), bool)
     if not internals.inexact(x):

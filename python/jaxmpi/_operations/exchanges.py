@@ -1,8 +1,8 @@
 """Exchanges by plans, of a grid's halos or of ghosts by index, in one call or in two.
 
-An exchange is K u + B m: what is left of the fields u, with the boundaries, and what has come, m = P u of all ranks.
-The start is P, the finish is linear in the fields and in the request, which stands for m. The adjoint of each is one
-of the adjoint exchange.
+An exchange is K u + B m. K u is what stays of the fields u, with the boundaries; m = P u is what arrives from all
+ranks. The start is P. The finish is linear in the fields and in the request, which stands for m. The adjoint of the
+start is a finish of the adjoint exchange, and the other way round.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import batched, depends_on, linked_zeros
+from jaxmpi._jax.dependence import batched, dependent_zeros, depends_on
 from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
@@ -29,18 +29,24 @@ index_accumulate_p = ByPlan("index_accumulate")
 class ExchangeStart(Starting[Planned], ByPlan):
     """Sends what the neighbours need."""
 
-    refuses_alike = False  # what waits for it may have tangents
+    nondifferentiable_on_all_ranks = False  # the operation that waits for it may have tangents
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
         operands = self.batch_fields(axis, operands, axes, params)
         return self.bind(*operands, call=self.of_batch(axis, params)), [0]
 
     def start(
-        self, arrays: Arrays, which: Sequence[int], params: Planned, batch: tuple[int, ...], of: str, adjoint: bool
+        self,
+        arrays: Arrays,
+        which: Sequence[int],
+        params: Planned,
+        batch: tuple[int, ...],
+        derivative: str,
+        adjoint: bool,
     ) -> Any:
-        """The request of the linear part, of those of the arrays."""
-        given = dataclasses.replace(self.of_some(params, which, arrays, of, adjoint), batch=batch)
-        return self.apply(given, *(arrays[i] for i in which))[0]
+        """Start the linear part of the exchange for some of the arrays, and return the request."""
+        params = dataclasses.replace(self.of_some(params, which, arrays, derivative, adjoint), batch=batch)
+        return self.apply(params, *(arrays[i] for i in which))[0]
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
         which = [i for i, t in enumerate(tangents) if t is not None]
@@ -48,23 +54,23 @@ class ExchangeStart(Starting[Planned], ByPlan):
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
         which = internals.inexact_among(operands)
-        # Its fields are those of the adjoint, which begin as zeros.
-        fields = params.pattern.results(operands, params.places, params.adjoint)
+        # The fields of the adjoint exchange begin as zeros.
+        fields = params.pattern.results(operands, params.per_array, params.adjoint)
         zeros = [jnp.zeros(x.shape, x.dtype) for x in fields]
         needed = True  # as in `requests.Start.transpose`
         return self.adjoint.finish(zeros, which, cotangents[0], params, COTANGENT, not params.adjoint, needed)
 
 
 class ExchangeFinish(ByPlan):
-    """Fills the halos of the fields with what the request stands for, its last operand."""
+    """Fills the halos of the fields with the data of the request, its last operand."""
 
     waits = True
-    refuses_alike = False
+    nondifferentiable_on_all_ranks = False
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
-        return params.pattern.results(avals[:-1], params.places, params.adjoint)
+        return params.pattern.results(avals[:-1], params.per_array, params.adjoint)
 
-    def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}
 
     def finish(
@@ -73,16 +79,16 @@ class ExchangeFinish(ByPlan):
         which: Sequence[int],
         request: Any,
         params: Planned,
-        of: str,
+        derivative: str,
         adjoint: bool,
         needed: bool = False,
     ) -> list[Any]:
-        """The linear part, of those of the arrays."""
+        """Finish the linear part of the exchange for some of the arrays."""
         if not which:
             return [None] * len(arrays)
-        params = dataclasses.replace(self.of_some(params, which, arrays, of, adjoint), needed=needed)
+        params = dataclasses.replace(self.of_some(params, which, arrays, derivative, adjoint), needed=needed)
         fields = [arrays[i] for i in which]
-        if request is not NOTHING:  # whatever maps the request maps them, as where it was started
+        if request is not NOTHING:  # whatever maps the request maps the fields, as where it was started
             fields = [depends_on(x, [request]) for x in fields]
         return spread(self.bind(*fields, request, call=params), which, len(arrays))
 
@@ -93,10 +99,10 @@ class ExchangeFinish(ByPlan):
         known = [t for t in tangents if type(t) is not internals.ad.Zero]
         if not which or not known:
             return results, [internals.zero_tangent(y) for y in results]
-        given = [linked_zeros(known, t.aval) if type(t) is internals.ad.Zero else t for t in tangents[:-1]]
+        of_fields = [dependent_zeros(known, t.aval) if type(t) is internals.ad.Zero else t for t in tangents[:-1]]
         request = NOTHING if type(tangents[-1]) is internals.ad.Zero else tangents[-1]
-        made = self.finish(given, which, request, params, TANGENT, params.adjoint)
-        return results, [internals.zero_tangent(y) if t is None else t for t, y in zip(made, results, strict=True)]
+        linear = self.finish(of_fields, which, request, params, TANGENT, params.adjoint)
+        return results, [internals.zero_tangent(y) if t is None else t for t, y in zip(linear, results, strict=True)]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
         *fields, request = operands
@@ -117,7 +123,7 @@ class ExchangeFinish(ByPlan):
         if at is not None:
             request = batched(request, at, axis.size, 0)
         result_at = params.pattern.batch(params.adjoint)[1]
-        return self.bind(*fields, request, call=params), [None if its is None else result_at for its in at_fields]
+        return self.bind(*fields, request, call=params), [None if x is None else result_at for x in at_fields]
 
 
 exchange_start_p = ExchangeStart("exchange_start")
@@ -129,7 +135,7 @@ index_finish_p = ExchangeFinish("index_finish", index_start_p)
 
 
 class AwaitedExchange(Awaited):
-    """A request of an exchange: its arrays are the fields, and the request itself. `fields` are the operation that has
+    """A request of an exchange: its arrays are the fields, and the request itself. `fields` has the operation that
     started it, and the parameters."""
 
     @property
@@ -147,7 +153,7 @@ class AwaitedExchange(Awaited):
 def start_exchange(
     function: str, params: Planned, arrays: Arrays, structure: Any, start: ExchangeStart = exchange_start_p
 ) -> Request:
-    """Starts an exchange by a plan, with the parameters of the operation in one call, for a public function."""
+    """Start an exchange by a plan, with the parameters of the operation in one call, for a public function."""
     if len(arrays) > MOST_ARRAYS:
         raise ValueError(f"{function}: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
     start.compare_keys(params, arrays)

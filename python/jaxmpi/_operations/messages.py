@@ -1,6 +1,6 @@
 """Messages between two ranks.
 
-Ranks and tags that are known at run time are one more operand, which the cotangent's message needs as well.
+Ranks and tags that are known at run time are one more operand, which the message of the cotangent needs as well.
 """
 
 import dataclasses
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import linked_zeros, zero_cotangent
+from jaxmpi._jax.dependence import dependent_zeros, zero_cotangent
 from jaxmpi._mpi import communicators, tags
 from jaxmpi._operations.common import Arrays, checked
 from jaxmpi._primitive import arguments, envelope, pytrees
-from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Exchanging, Receiving, Sending, kept
@@ -24,12 +24,12 @@ _sending, _receiving, _exchanging = kept(Sending), kept(Receiving), kept(Exchang
 
 
 def refuse_send(params: Any) -> str:
-    """Why a message that is sent has no derivative; empty if it has one."""
-    return tags.refusal(vars(params), "tag")
+    """Return why a message that is sent has no derivative; empty if it has one."""
+    return tags.why_not_differentiable(vars(params), "tag")
 
 
 def refuse_recv(params: Any) -> str:
-    """Why a message that is received has no derivative; empty if it has one."""
+    """Return why a message that is received has no derivative; empty if it has one."""
     if params.tag == MPI.ANY_TAG and params.source != MPI.PROC_NULL:
         return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
     return _refuse_source(params, "tag")
@@ -38,25 +38,25 @@ def refuse_recv(params: Any) -> str:
 def _refuse_source(params: Any, *names: str) -> str:
     if params.source == MPI.ANY_SOURCE:
         return "with source ANY_SOURCE the way back is unknown; name the source."
-    return tags.refusal(vars(params), *names)
+    return tags.why_not_differentiable(vars(params), *names)
 
 
-def back_of_send(params: Any, ends: Arrays) -> tuple[dict[str, Any], list[Any]]:
-    """Rank and tag of the message that carries the cotangent of what is sent: parameters, and operands of those that
-    are known at run time."""
-    there = envelope.join(params, ends, "dest", "tag")
+def back_of_send(params: Any, traced: Arrays) -> tuple[dict[str, Any], list[Any]]:
+    """Return rank and tag of the message that carries the cotangent of a message sent: as parameters, and as operands
+    where they are known at run time."""
+    there = envelope.join(params, traced, "dest", "tag")
     return envelope.split({"source": there["dest"], "tag": there["tag"]})
 
 
-def back_of_recv(params: Any, ends: Arrays) -> tuple[dict[str, Any], list[Any]]:
-    """Rank and tag of the message that carries the cotangent of what is received."""
-    there = envelope.join(params, ends, "source", "tag")
-    tag = 0 if params.tag == MPI.ANY_TAG else there["tag"]  # which is only allowed with source PROC_NULL
+def back_of_recv(params: Any, traced: Arrays) -> tuple[dict[str, Any], list[Any]]:
+    """Return rank and tag of the message that carries the cotangent of a message received."""
+    there = envelope.join(params, traced, "source", "tag")
+    tag = 0 if params.tag == MPI.ANY_TAG else there["tag"]  # ANY_TAG is only allowed with source PROC_NULL
     return envelope.split({"dest": there["source"], "tag": tag})
 
 
 class Message(Operation[P]):
-    """A message, or two. What it is of is not known to its receiver, so keys are not compared."""
+    """A message, or two. The receiver does not know what is in it, so keys are not compared."""
 
     def compare_keys(self, params: P, arrays: Arrays) -> None:
         pass
@@ -68,24 +68,24 @@ class Send(Message[Sending]):
     def results(self, avals: Arrays, params: Sending) -> list[Any]:
         return []
 
-    def refuse(self, params: Sending) -> str:
+    def why_not_differentiable(self, params: Sending) -> str:
         return refuse_send(params)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Sending) -> list[Any]:
-        template, *ends = operands
-        given, ends = back_of_send(params, ends)
-        back = Receiving(params.comm, **given, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
-        return recv_p.apply(back, *ends, zero_cotangent(template))
+        template, *traced = operands
+        known, traced = back_of_send(params, traced)
+        back = Receiving(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        return recv_p.apply(back, *traced, zero_cotangent(template))
 
 
 send_p = Send("send")
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> None:
-    """Sends a message (MPI_Send).
+    """Send a message (MPI_Send).
 
     Args:
-      x: array of any shape, or a pytree of such, which is one message per leaf, in order.
+      x: array of any shape, or a pytree of arrays, which is one message per leaf, in order.
       dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
       tag: tag of the message. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -95,19 +95,19 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> No
       jax.errors.JaxRuntimeError: at run time, if a traced `dest` is no rank, or a traced `tag` no tag; nothing is sent.
     """
     resolved = communicators.resolve(comm, "send")
-    given, ends = envelope.split(
+    known, traced = envelope.split(
         {"dest": arguments.dest(dest, resolved, "send"), "tag": arguments.tag(tag, "send", "tag")}
     )
-    params = _sending(resolved, **given)
-    if not ends and type(x) is internals.ConcreteArray:  # as below, but faster
+    params = _sending(resolved, **known)
+    if not traced and type(x) is internals.ConcreteArray:  # as below, but faster
         send_p.apply(params, arguments.array(x, "send", "x"))
         return
     leaves, _ = checked("send", x, arguments.array)
-    send_p.apply_to_leaves(_of_each(params, [], leaves), [(leaf, *ends) for leaf in leaves])
+    send_p.apply_to_leaves(_of_each(params, [], leaves), [(leaf, *traced) for leaf in leaves])
 
 
 def _of_each(params: Any, received: Arrays, sent: Arrays) -> list[Any]:
-    """The parameters of each message of a pytree."""
+    """Return the parameters of each message of a pytree."""
     places = pytrees.places(received, sent)
     return [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
 
@@ -118,15 +118,15 @@ class Recv(Message[Receiving]):
     def templates(self, params: Receiving) -> int:
         return 1
 
-    def refuse(self, params: Receiving) -> str:
+    def why_not_differentiable(self, params: Receiving) -> str:
         return refuse_recv(params)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
-        *ends, template = operands
-        given, ends = back_of_recv(params, ends)
-        back = Sending(params.comm, **given, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
-        send_p.apply(back, cotangents[0], *ends)
-        return [linked_zeros(cotangents, template)]
+        *traced, template = operands
+        known, traced = back_of_recv(params, traced)
+        back = Sending(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        send_p.apply(back, cotangents[0], *traced)
+        return [dependent_zeros(cotangents, template)]
 
 
 recv_p = Recv("recv")
@@ -140,18 +140,18 @@ def recv(
     comm: MPI.Comm | None = None,
     status: MPI.Status | None = None,
 ) -> Any:
-    """Receives a message (MPI_Recv).
+    """Receive a message (MPI_Recv).
 
     Args:
-      x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
+      x: a template with the shape and dtype of the message; its values are not read. A pytree receives one
         message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`. Under `vmap` a batch of messages is
         received if the template is batched (`x` itself is; `jnp.zeros_like(x)` is not).
       source: rank that sends; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is zero. A
         pytree of several leaves needs a definite source. An integer, which may be traced.
       tag: tag of the message, or `MPI.ANY_TAG`. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
-        read before the result is ready.
+      status: filled when the message arrives; for a pytree it is the status of the last message. Inside `jit` it must
+        not be read before the result is ready.
 
     Returns:
       The message, with the shape and dtype of the template.
@@ -159,18 +159,19 @@ def recv(
     Raises:
       ValueError, TypeError: while tracing, before anything is received.
       jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
-      was passed (with one, the rest of the result is zero); if a traced rank or tag is none, before anything is sent.
+      was passed (with one, the rest of the result is zero). Also, before anything is sent, if a traced rank or tag is
+      invalid.
     """
     resolved = communicators.resolve(comm, "recv")
     sender = arguments.one_message(arguments.source(source, resolved, "recv"), x, "recv")
-    given, ends = envelope.split({"source": sender, "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,))})
+    known, traced = envelope.split({"source": sender, "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,))})
     written = arguments.status(status, "recv")
-    params = _receiving(resolved, **given, status=written)
-    if not ends and type(x) is internals.ConcreteArray:  # as below, but faster
+    params = _receiving(resolved, **known, status=written)
+    if not traced and type(x) is internals.ConcreteArray:  # as below, but faster
         result = recv_p.apply(params, arguments.template(x, "recv", "x"))[0]
     else:
         leaves, structure = checked("recv", x, arguments.template)
-        received = recv_p.apply_to_leaves(_of_each(params, leaves, []), [(*ends, leaf) for leaf in leaves])
+        received = recv_p.apply_to_leaves(_of_each(params, leaves, []), [(*traced, leaf) for leaf in leaves])
         result = jax.tree.unflatten(structure, received)
     return _with_status(result, written, status)
 
@@ -178,41 +179,41 @@ def recv(
 class Sendrecv(Message[Exchanging]):
     """The cotangent travels back: source and dest, and the tags, are exchanged.
 
-    With recvtag ANY_TAG it is sent with the tag of the message sent, and any tag is accepted from that rank; messages
-    between two ranks keep their order.
+    With recvtag ANY_TAG the cotangent is sent with the tag of the message sent, and any tag is accepted from that rank:
+    messages between two ranks keep their order.
     """
 
-    halves = True
+    some_differentiable = True
 
     def templates(self, params: Exchanging) -> int:
         return 1
 
-    def refuse(self, params: Exchanging) -> str:
+    def why_not_differentiable(self, params: Exchanging) -> str:
         return _refuse_source(params, "sendtag", "recvtag")
 
-    def tangent_of_half(self, primals: Arrays, tangents: Arrays, params: Exchanging) -> Any:
-        """Only one of the two messages has a tangent, which is sent, or received."""
+    def tangent_of_some(self, primals: Arrays, tangents: Arrays, params: Exchanging) -> Any:
+        """Send, or receive, the tangent of the only message that has one."""
         ends = envelope.join(params, primals[1:-1], "dest", "recvtag", "sendtag", "source")
         if sends := internals.inexact(primals[0]):
-            given, operands = envelope.split({"dest": ends["dest"], "tag": ends["sendtag"]})
-            sending = Sending(params.comm, **given, derivative=TANGENT)
-            why_not = send_p.refuse(sending)
+            known, operands = envelope.split({"dest": ends["dest"], "tag": ends["sendtag"]})
+            sending = Sending(params.comm, **known, derivative=TANGENT)
+            why_not = send_p.why_not_differentiable(sending)
         else:
-            given, operands = envelope.split({"source": ends["source"], "tag": ends["recvtag"]})
-            receiving = Receiving(params.comm, **given, derivative=TANGENT)
-            why_not = recv_p.refuse(receiving)
+            known, operands = envelope.split({"source": ends["source"], "tag": ends["recvtag"]})
+            receiving = Receiving(params.comm, **known, derivative=TANGENT)
+            why_not = recv_p.why_not_differentiable(receiving)
         if why_not:
-            raise Refusal(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
+            raise Unsupported(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
         if not sends:
             return recv_p.apply(receiving, *operands, tangents[-1])[0]
         send_p.apply(sending, tangents[0], *operands)
         return None
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Exchanging) -> list[Any]:
-        template, *ends, _ = operands
-        there = envelope.join(params, ends, "dest", "recvtag", "sendtag", "source")
+        template, *traced, _ = operands
+        there = envelope.join(params, traced, "dest", "recvtag", "sendtag", "source")
         any_tag = params.recvtag == MPI.ANY_TAG
-        given, ends = envelope.split(
+        known, traced = envelope.split(
             {
                 "source": there["dest"],
                 "dest": there["source"],
@@ -220,8 +221,8 @@ class Sendrecv(Message[Exchanging]):
                 "recvtag": MPI.ANY_TAG if any_tag else there["sendtag"],
             }
         )
-        back = Exchanging(params.comm, **given, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
-        return self.apply(back, cotangents[0], *ends, jnp.zeros(template.shape, template.dtype))
+        back = Exchanging(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        return self.apply(back, cotangents[0], *traced, jnp.zeros(template.shape, template.dtype))
 
 
 sendrecv_p = Sendrecv("sendrecv")
@@ -238,11 +239,11 @@ def sendrecv(
     comm: MPI.Comm | None = None,
     status: MPI.Status | None = None,
 ) -> Any:
-    """Sends one message and receives another, without deadlock (MPI_Sendrecv).
+    """Send one message and receive another, without deadlock (MPI_Sendrecv).
 
     Args:
-      sendbuf: array of any shape, or a pytree of such, which is one message per leaf, in order.
-      recvbuf: a template: its shape and dtype are those of the message received, its values are not read. Or a pytree
+      sendbuf: array of any shape, or a pytree of arrays, which is one message per leaf, in order.
+      recvbuf: a template with the shape and dtype of the message received; its values are not read. Or a pytree
         with as many leaves as `sendbuf` has. May be (or hold) `jax.ShapeDtypeStruct`.
       source: rank that sends to this one; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result
         is zero. A pytree of several leaves needs a definite source. This and the following are integers, which may be
@@ -251,8 +252,8 @@ def sendrecv(
       sendtag: tag of the message that is sent.
       recvtag: tag of the message that is received, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
-        read before the result is ready.
+      status: filled when the message arrives; for a pytree it is the status of the last message. Inside `jit` it must
+        not be read before the result is ready.
 
     Returns:
       The message received, with the structure, shape and dtype of `recvbuf`. It can be
@@ -261,7 +262,8 @@ def sendrecv(
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the peers then wait.
       jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
-      was passed (with one, the rest of the result is zero); if a traced rank or tag is none, before anything is sent.
+      was passed (with one, the rest of the result is zero). Also, before anything is sent, if a traced rank or tag is
+      invalid.
     """
     resolved = communicators.resolve(comm, "sendrecv")
     values = {
@@ -282,20 +284,20 @@ def sendrecv(
             "other, in the order in which they travel."
         )
     values["source"] = arguments.one_message(values["source"], templates, "sendrecv")
-    given, ends = envelope.split(values)
+    known, traced = envelope.split(values)
     written = arguments.status(status, "sendrecv")
-    params = _exchanging(resolved, **given, status=written)
-    if alone and not ends:
+    params = _exchanging(resolved, **known, status=written)
+    if alone and not traced:
         result = sendrecv_p.apply(params, sent[0], templates[0])[0]
     else:
-        operands = [(x, *ends, y) for x, y in zip(sent, templates, strict=True)]
+        operands = [(x, *traced, y) for x, y in zip(sent, templates, strict=True)]
         results = sendrecv_p.apply_to_leaves(_of_each(params, templates, sent), operands)
         result = results[0] if alone else jax.tree.unflatten(structure, results)
     return _with_status(result, written, status)
 
 
 def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:
-    """The result. Outside of a trace, if the user passes a status, waits for it and fills the status."""
+    """Return the result. Outside of a trace, if the user passes a status, wait for the result and fill the status."""
     if written is not None and users is not None and written.mpi is not users:
         jax.block_until_ready(result)
         written.copy_to(users)

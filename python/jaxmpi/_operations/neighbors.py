@@ -1,9 +1,10 @@
 """Neighbour collectives: what a process exchanges with its neighbours in a communicator's topology.
 
-The neighbours are those of the standard: of a Cartesian communicator the processes before and behind this one along
-each axis in turn; of a graph those in the order in which they were given. A block that is sent backwards along an axis
-arrives in the place of the neighbour behind, also where both neighbours are the same process. Of several edges from one
-process to another the first is that which both name first.
+The neighbours and their order are defined by the standard. In a Cartesian communicator they are the processes before
+and behind this one along each axis in turn; in a graph they are in the order in which the program passed them. A block
+that is sent backwards along an axis arrives in the place of the neighbour behind, also where both neighbours are the
+same process. Where one process has several edges to another, both match these edges in the order in which they list
+them.
 """
 
 from collections.abc import Sequence
@@ -31,12 +32,12 @@ class Neighbors:
     sources: Edges
     destinations: Edges
     own_blocks: bool
-    """Each destination gets a block of its own; otherwise all get the same."""
+    """Whether each destination gets a block of its own; otherwise all get the same block."""
     aliases = False
-    refusal = ""
+    why_not_differentiable = ""
 
-    def linear(self, places: Any) -> Any:
-        return places
+    def linear(self, per_array: Any) -> Any:
+        return per_array
 
     def behind(self, place: Any, axes: int) -> Any:
         return place
@@ -45,7 +46,7 @@ class Neighbors:
         given, received = int(self.own_blocks), 1
         return (received, given) if adjoint else (given, received)
 
-    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> list[Any]:
+    def results(self, avals: Sequence[Any], per_array: Any, adjoint: bool) -> list[Any]:
         edges = self.destinations if adjoint else self.sources
         stacked = self.own_blocks or not adjoint
         return [
@@ -53,10 +54,10 @@ class Neighbors:
         ]
 
     def block(self, aval: Any, adjoint: bool) -> tuple[int, ...]:
-        """The shape of what travels along one edge."""
+        """Return the shape of the block that travels along one edge."""
         return aval.shape[1:] if self.own_blocks or adjoint else aval.shape
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: Any, adjoint: bool) -> Plan:
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: Any, adjoint: bool) -> Plan:
         return _plan(self, rank, avals, adjoint)
 
 
@@ -72,12 +73,12 @@ def _plan(pattern: Neighbors, rank: int, avals: tuple[Any, ...], adjoint: bool) 
                 return Box((0,) * len(block), block, (1,) * len(block))
             return Box((at, *(0,) * len(block)), (1, *block), (1,) * (len(block) + 1))
 
-        # The boxes as the exchange itself has them; an adjoint goes from the second to the first.
+        # The boxes of the exchange itself; an adjoint goes from the second to the first.
         own = [box(at if pattern.own_blocks else None) for at in range(len(pattern.destinations))]
         slots = [box(at) for at in range(len(pattern.sources))]
         to_itself = {key: own[at] for at, (peer, key) in enumerate(pattern.destinations) if peer == rank}
         for at, (peer, key) in enumerate(pattern.destinations):
-            if peer not in (rank, MPI.PROC_NULL):  # where it is put there is the other rank's affair
+            if peer not in (rank, MPI.PROC_NULL):  # the other rank decides where to put it
                 moves.append(Move((key,), leaf, rank, own[at], peer, own[at]))
         for at, (peer, key) in enumerate(pattern.sources):
             if peer != MPI.PROC_NULL:
@@ -90,8 +91,8 @@ def _plan(pattern: Neighbors, rank: int, avals: tuple[Any, ...], adjoint: bool) 
     return plans.make(rank, avals, moves, results=results, combines=combines, zeroed=True, signature=signature)
 
 
-def of(comm: Any, operation: str) -> tuple[Edges, Edges]:
-    """Sources and destinations. Raises ValueError for a communicator without neighbours."""
+def edges_of(comm: Any, operation: str) -> tuple[Edges, Edges]:
+    """Return sources and destinations. Raise ValueError for a communicator without neighbours."""
     kind = MPI.UNDEFINED if comm is None else comm.Get_topology()
     if kind == MPI.CART:
         return _of_cartesian(MPI.Cartcomm(comm))
@@ -113,25 +114,25 @@ def _of_cartesian(comm: MPI.Cartcomm) -> tuple[Edges, Edges]:
     for axis in range(comm.ndim):
         before, behind = comm.Shift(axis, 1)
         destinations += [(before, 2 * axis), (behind, 2 * axis + 1)]
-        sources += [(before, 2 * axis + 1), (behind, 2 * axis)]  # by which way it was sent
+        sources += [(before, 2 * axis + 1), (behind, 2 * axis)]  # by the direction in which it was sent
     return tuple(sources), tuple(destinations)
 
 
 def _numbered(ranks: Sequence[int]) -> Edges:
-    met: dict[int, int] = {}
+    count_of: dict[int, int] = {}
     edges = []
     for rank in ranks:
-        met[rank] = met.get(rank, -1) + 1
-        edges.append((int(rank), met[rank]))
+        count_of[rank] = count_of.get(rank, -1) + 1
+        edges.append((int(rank), count_of[rank]))
     return tuple(edges)
 
 
 class NeighborCollective(ByPlan):
-    """Between neighbours in a communicator's topology."""
+    """An operation between neighbours in a communicator's topology."""
 
     def apply_to_neighbors(self, x: Any, comm: MPI.Comm | None, own_blocks: bool) -> Any:
         resolved = communicators.resolve(comm, self.shown)
-        sources, destinations = of(comm, self.shown)
+        sources, destinations = edges_of(comm, self.shown)
         leaves, names, structure = arguments.leaves(x, self.shown, "x")
         for leaf, name in zip(leaves, names, strict=True) if own_blocks else ():
             if leaf.ndim == 0 or leaf.shape[0] != len(destinations):
@@ -149,45 +150,46 @@ neighbor_alltoall_p = NeighborCollective("neighbor_alltoall")
 
 
 def neighbor_allgather(x: Any, *, comm: MPI.Comm) -> Any:
-    """Sends an array to all neighbours, and stacks theirs (MPI_Neighbor_allgather).
+    """Send an array to all neighbours, and stack the arrays of all neighbours (MPI_Neighbor_allgather).
 
-    The neighbours are those of the communicator's topology, in the order of the MPI standard: of a Cartesian
-    communicator the ranks before and behind this one along each axis; of a graph its sources, and its destinations, as
-    they were given. All arrays of a pytree travel in one message to each neighbour.
+    The neighbours are those of the communicator's topology, in the order of the MPI standard. In a Cartesian
+    communicator they are the ranks before and behind this one along each axis. In a graph they are the sources and the
+    destinations, in the order in which the program passed them. All arrays of a pytree travel in one message to each
+    neighbour.
 
     Args:
-      x: array of any shape, or a pytree of such; the same shapes and dtypes on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shapes and dtypes on all ranks.
       comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
 
     Returns:
-      Of shape `(number of sources, *x.shape)`; zero where there is no neighbour (MPI.PROC_NULL),
+      Array of shape `(number of sources, *x.shape)`; zero where there is no neighbour (MPI.PROC_NULL),
       beyond the end of an axis that is not periodic.
 
     Raises:
       ValueError, TypeError: `comm` has no neighbours, or an argument is of the wrong type; while tracing, before
       anything is sent.
-      jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
+      jax.errors.JaxRuntimeError: at run time, on a rank that receives a message of another call.
     """
     return neighbor_allgather_p.apply_to_neighbors(x, comm, own_blocks=False)
 
 
 def neighbor_alltoall(x: Any, *, comm: MPI.Comm) -> Any:
-    """Sends a block to each neighbour, and stacks those received (MPI_Neighbor_alltoall).
+    """Send a block to each neighbour, and stack the blocks received (MPI_Neighbor_alltoall).
 
-    The neighbours are those of `neighbor_allgather`. Where a rank is a neighbour twice, as in a periodic axis of two,
-    what it has sent backwards arrives in the place of the neighbour behind, and the other way round.
+    The neighbours are the neighbours of `neighbor_allgather`. Where a rank is a neighbour twice, as in a periodic axis
+    of two, a block that it has sent backwards arrives in the place of the neighbour behind, and the other way round.
 
     Args:
-      x: array of shape `(number of destinations, ...)`, or a pytree of such; blocks have the same shapes and dtypes on
-        all ranks.
+      x: array of shape `(number of destinations, ...)`, or a pytree of arrays like this; blocks have the same shapes
+        and dtypes on all ranks.
       comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
 
     Returns:
-      Of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
+      Array of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
 
     Raises:
       ValueError, TypeError: `comm` has no neighbours, `x` has not a block for each destination, or an argument is of
       the wrong type; while tracing, before anything is sent.
-      jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
+      jax.errors.JaxRuntimeError: at run time, on a rank that receives a message of another call.
     """
     return neighbor_alltoall_p.apply_to_neighbors(x, comm, own_blocks=True)

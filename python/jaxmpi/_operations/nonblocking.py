@@ -1,4 +1,4 @@
-"""Operations that are started, and waited for later."""
+"""Operations that a call starts and a later wait completes."""
 
 import dataclasses
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differing_cotangents
 from jaxmpi._operations.messages import Message, back_of_recv, back_of_send, refuse_recv, refuse_send
-from jaxmpi._operations.reductions import allreduce_p, refuse_reduction
+from jaxmpi._operations.reductions import allreduce_p, why_reduction_not_differentiable
 from jaxmpi._operations.replication import replicate_p
-from jaxmpi._operations.requests import Awaited, Request, Start, Started, hold_p
+from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
 from jaxmpi._primitive import arguments, envelope, keys
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.params import (
     COTANGENT,
     TANGENT,
@@ -29,25 +29,25 @@ from jaxmpi._primitive.params import (
 )
 
 
-def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, ends: Arrays = ()) -> Request:
-    """Checks all leaves of `x`, and starts the operation on each of them."""
+def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, traced: Arrays = ()) -> Request:
+    """Check all leaves of `x`, and start the operation on each of them."""
     leaves, _, structure = arguments.leaves(x, operation.core_name, "x", check)
     operation.compare_keys(params, leaves)
     words = list(map(keys.words, leaves))
-    begun = [operation.begin(params, (), x, ends) for x in words]
-    parts = tuple(operation.started(params, x) for x in words)
+    begun = [operation.begin(params, (), x, traced) for x in words]
+    pending = tuple(operation.started(params, x) for x in words)
     of_result = (structure, keys.types(leaves)) if operation.has_result else ()
-    return Request([*begun, *ends], Awaited(params.comm, parts, *of_result))
+    return Request([*begun, *traced], Awaited(params.comm, pending, *of_result))
 
 
 class Iallreduce(Start[Reducing]):
-    """As `allreduce`; the weights of the tangents are communicated where the operation starts, so that what the wait of
-    a tangent gives is held. So is the cotangent of the operand."""
+    """As `allreduce`. The weights of the tangents are communicated where the operation starts, so the wait of a tangent
+    returns a stored value. The cotangent of the operand is stored, too."""
 
-    held = True
+    result_is_stored = True
 
-    def refuse(self, params: Reducing) -> str:
-        return refuse_reduction(params.op)
+    def why_not_differentiable(self, params: Reducing) -> str:
+        return why_reduction_not_differentiable(params.op)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Reducing) -> list[Any]:
         if params.op.name == "SUM":
@@ -55,13 +55,13 @@ class Iallreduce(Start[Reducing]):
         blocking = dataclasses.replace(params, batch=(), derivative=VALUE)
         (value,) = allreduce_p.apply(blocking, primals[0])
         tangent = allreduce_p.tangent_of_one(primals[0], tangents[0], value, blocking)
-        return [hold_p.begin(Common(params.comm, derivative=TANGENT), params.batch, tangent)]
+        return [store_p.begin(Common(params.comm, derivative=TANGENT), params.batch, tangent)]
 
-    def back(self, params: Reducing, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
-        return hold_p, Common(params.comm), []
+    def back(self, params: Reducing, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        return store_p, Common(params.comm), []
 
     def cotangent(self, cotangent: Any, params: Reducing, batch_of: Common) -> Any:
-        if params.op.name != "SUM":  # which is held: see `tangent`
+        if params.op.name != "SUM":  # the tangent is stored: see `tangent`
             return cotangent
         if params.line is not None:
             check_same([cotangent], COTANGENT, params.comm, params.line)
@@ -72,16 +72,16 @@ iallreduce_p = Iallreduce("iallreduce")
 
 
 def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Starts to reduce the arrays of all ranks; all ranks get the result from `wait` (MPI_Iallreduce).
+    """Start to reduce the arrays of all ranks; all ranks get the result from `wait` (MPI_Iallreduce).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks. It is copied: nothing that
-        happens to `x` afterwards matters.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks. It is copied: it may change
+        afterwards.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      A `Request`: `wait(request)` gives what `allreduce` would. It can be differentiated like that; derivatives
+      A `Request`: `wait(request)` gives the result of `allreduce`. It can be differentiated like that one; derivatives
       of PROD, MAX and MIN are communicated where the operation starts.
 
     Raises:
@@ -96,11 +96,11 @@ def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Ialltoall(Start[Common]):
-    """An exchange of blocks, which is its own adjoint."""
+    """An exchange of blocks. It is self-adjoint."""
 
     batch_axis = 1
 
-    def back(self, params: Common, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+    def back(self, params: Common, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
         return self, Common(params.comm, derivative=COTANGENT), []
 
 
@@ -108,14 +108,15 @@ ialltoall_p = Ialltoall("ialltoall")
 
 
 def ialltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """Starts to send entry `i` of the first axis to rank i (MPI_Ialltoall).
+    """Start to send entry `i` of the first axis to rank i (MPI_Ialltoall).
 
     Args:
-      x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks. It is copied.
+      x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks. It is
+        copied.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      A `Request`: `wait(request)` gives what `alltoall` would.
+      A `Request`: `wait(request)` gives the result of `alltoall`.
 
     Raises:
       ValueError, TypeError: as `alltoall`; while tracing, before anything is sent; other ranks then wait.
@@ -133,7 +134,7 @@ ibarrier_p = Ibarrier("ibarrier")
 
 
 def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
-    """Tells that this rank has reached a barrier; `wait` waits until all ranks have (MPI_Ibarrier).
+    """Announce that this rank has reached a barrier; `wait` waits until all ranks have reached it (MPI_Ibarrier).
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -142,17 +143,17 @@ def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
       A `Request`: `wait(request)` gives None.
     """
     params = common(communicators.resolve(comm, "ibarrier"))
-    part = Started(ibarrier_p, params, (), np.dtype(np.int32))
-    return Request(ibarrier_p.apply(params), Awaited(params.comm, (part,)))
+    started = Started(ibarrier_p, params, (), np.dtype(np.int32))
+    return Request(ibarrier_p.apply(params), Awaited(params.comm, (started,)))
 
 
 class Ibcast(Start[Rooted]):
     """The adjoint is `ireduce` of a sum."""
 
-    def part(self, params: Rooted) -> Part:
-        return Part(operands=params.on_root)
+    def passes(self, params: Rooted) -> Passed:
+        return Passed(operands=params.on_root)
 
-    def back(self, params: Rooted, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+    def back(self, params: Rooted, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
         return ireduce_p, ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), []
 
 
@@ -162,10 +163,10 @@ ibcast_p = Ibcast("ibcast")
 class Ireduce(Start[ReducingTo]):
     """The adjoint of `ibcast`."""
 
-    def refuse(self, params: ReducingTo) -> str:
-        return refuse_reduction(params.op)
+    def why_not_differentiable(self, params: ReducingTo) -> str:
+        return why_reduction_not_differentiable(params.op)
 
-    def back(self, params: ReducingTo, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+    def back(self, params: ReducingTo, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
         return ibcast_p, Rooted(params.comm, params.root, derivative=COTANGENT), []
 
 
@@ -173,11 +174,11 @@ ireduce_p = Ireduce("ireduce")
 
 
 def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Starts to send root's array to all ranks (MPI_Ibcast).
+    """Start to send root's array to all ranks (MPI_Ibcast).
 
     Args:
       x: on root the data, which is copied; on other ranks a template of the same shape and dtype, whose values are not
-        read. Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
+        read. Or pytrees of them. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -199,20 +200,20 @@ class Irecv(Message[Receiving], Start[Receiving]):
     def templates(self, params: Receiving) -> int:
         return 1
 
-    def refuse(self, params: Receiving) -> str:
+    def why_not_differentiable(self, params: Receiving) -> str:
         return refuse_recv(params)
 
-    def order(self, leaf: Any, ends: Arrays) -> list[Any]:
-        return [*ends, leaf]
+    def order(self, leaf: Any, traced: Arrays) -> list[Any]:
+        return [*traced, leaf]
 
-    def back(self, params: Receiving, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
-        given, ends = back_of_recv(params, ends)
-        return isend_p, Sending(params.comm, **given, derivative=COTANGENT), ends
+    def back(self, params: Receiving, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        known, traced = back_of_recv(params, traced)
+        return isend_p, Sending(params.comm, **known, derivative=COTANGENT), traced
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
-        *ends, template = operands
-        self.wait_for_adjoint(params, template, cotangents[0], ends)
-        return [linked_zeros(cotangents, template)]  # its values are not read
+        *traced, template = operands
+        self.wait_for_adjoint(params, template, cotangents[0], traced)
+        return [dependent_zeros(cotangents, template)]  # the values of the template are not read
 
 
 irecv_p = Irecv("irecv")
@@ -225,13 +226,13 @@ def irecv(
     tag: int = MPI.ANY_TAG,
     comm: MPI.Comm | None = None,
 ) -> Any:
-    """Starts to receive a message (MPI_Irecv).
+    """Start to receive a message (MPI_Irecv).
 
-    Messages are received in the order in which the receives are started, those of `recv` among them. Needs
+    Receives match messages in the order in which they are started; blocking `recv` calls are part of this order. Needs
     MPI_THREAD_MULTIPLE, which mpi4py asks for.
 
     Args:
-      x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
+      x: a template with the shape and dtype of the message; its values are not read. A pytree receives one
         message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`.
       source: rank that sends; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is zero. A
         pytree of several leaves needs a definite source. An integer, which may be traced.
@@ -244,13 +245,13 @@ def irecv(
 
     Raises:
       ValueError, TypeError: while tracing, before anything is received.
-      jax.errors.JaxRuntimeError: at run time: of a traced rank or tag that is none, here; in `wait`, if the message is
-        longer or shorter than the template, which is then dropped.
+      jax.errors.JaxRuntimeError: at run time: here, if a traced rank or tag is invalid; in `wait`, if the message is
+        longer or shorter than the template. That message is dropped.
     """
     resolved = communicators.resolve(comm, "irecv")
     sender = arguments.one_message(arguments.source(source, resolved, "irecv"), x, "irecv")
-    given, ends = envelope.split({"source": sender, "tag": arguments.tag(tag, "irecv", "tag", (MPI.ANY_TAG,))})
-    return _start(irecv_p, Receiving(resolved, **given), x, arguments.template, ends)
+    known, traced = envelope.split({"source": sender, "tag": arguments.tag(tag, "irecv", "tag", (MPI.ANY_TAG,))})
+    return _start(irecv_p, Receiving(resolved, **known), x, arguments.template, traced)
 
 
 class Isend(Message[Sending], Start[Sending]):
@@ -258,22 +259,22 @@ class Isend(Message[Sending], Start[Sending]):
 
     has_result = False
 
-    def refuse(self, params: Sending) -> str:
+    def why_not_differentiable(self, params: Sending) -> str:
         return refuse_send(params)
 
-    def back(self, params: Sending, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
-        given, ends = back_of_send(params, ends)
-        return irecv_p, Receiving(params.comm, **given, derivative=COTANGENT), ends
+    def back(self, params: Sending, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        known, traced = back_of_send(params, traced)
+        return irecv_p, Receiving(params.comm, **known, derivative=COTANGENT), traced
 
 
 isend_p = Isend("isend")
 
 
 def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> Any:
-    """Starts to send a message (MPI_Isend).
+    """Start to send a message (MPI_Isend).
 
     Args:
-      x: array of any shape, or a pytree of such, which is one message per leaf, in order. It is copied.
+      x: array of any shape, or a pytree of arrays, which is one message per leaf, in order. It is copied.
       dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
       tag: tag of the message. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -286,7 +287,7 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> A
       jax.errors.JaxRuntimeError: at run time, if a traced `dest` is no rank, or a traced `tag` no tag; nothing is sent.
     """
     resolved = communicators.resolve(comm, "isend")
-    given, ends = envelope.split(
+    known, traced = envelope.split(
         {"dest": arguments.dest(dest, resolved, "isend"), "tag": arguments.tag(tag, "isend", "tag")}
     )
-    return _start(isend_p, Sending(resolved, **given), x, arguments.array, ends)
+    return _start(isend_p, Sending(resolved, **known), x, arguments.array, traced)

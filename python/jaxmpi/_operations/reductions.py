@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from mpi4py import MPI
 
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators, tags
 from jaxmpi._operations.collectives import allgather_p, bcast_p, check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Collective, differing_cotangents, sums, typed
 from jaxmpi._operations.messages import sendrecv_p
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.params import (
     COTANGENT,
     TANGENT,
@@ -34,8 +34,8 @@ R = TypeVar("R", bound=Reducing)
 _DIFFERENTIABLE = ("SUM", "PROD", "MAX", "MIN")
 
 
-def refuse_reduction(op: arguments.Reduction) -> str:
-    """Why a reduction has no derivative; empty if it has one."""
+def why_reduction_not_differentiable(op: arguments.Reduction) -> str:
+    """Return why a reduction has no derivative; empty if it has one."""
     if op.name in _DIFFERENTIABLE:
         return ""
     possible = ", ".join(f"MPI.{name}" for name in _DIFFERENTIABLE)
@@ -43,12 +43,12 @@ def refuse_reduction(op: arguments.Reduction) -> str:
 
 
 class Reduction(Collective[R]):
-    """A sum is linear; the tangent of another reduction is made of sums."""
+    """A reduction. A sum is linear; the tangent of another reduction is made of sums."""
 
-    refuses_alike = True
+    nondifferentiable_on_all_ranks = True
 
-    def refuse(self, params: R) -> str:
-        return refuse_reduction(params.op)
+    def why_not_differentiable(self, params: R) -> str:
+        return why_reduction_not_differentiable(params.op)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: R) -> list[Any]:
         if params.op.name == "SUM":
@@ -56,16 +56,16 @@ class Reduction(Collective[R]):
         return [self.tangent_of_one(x, t, y, params) for x, t, y in zip(primals, tangents, results, strict=True)]
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: R) -> Any:
-        """The tangent of one array's result, if the reduction is no sum."""
+        """Return the tangent of one array's result, if the reduction is not a sum."""
         raise NotImplementedError
 
     def reduce_tree(self, params: R, x: Any) -> Any:
-        """Checks all leaves of `x`, then reduces them."""
+        """Check all leaves of `x`, then reduce them."""
         return self.apply_to_tree(params, x, arguments.reducible, params.op)
 
 
 class Allreduce(Reduction[Reducing]):
-    """The result is replicated and a loss computed from it counts once, so its cotangent is passed on unchanged. The
+    """The result is replicated and a loss computed from it counts once. So its cotangent is passed on unchanged. The
     transpose of this identity must be the allreduce again: so it is the operation `replicate`."""
 
     works_in_place = True
@@ -84,17 +84,17 @@ allreduce_p = Allreduce("allreduce")
 
 
 def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Reduces the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
+    """Reduce the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`, which must live as long as
         functions that were compiled with it are called.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
       The result has the shape and dtype of `x`. For `MPI.SUM`, `PROD`, `MAX` and `MIN` it can be
-      differentiated: the result counts as one replicated value, so with SUM each rank gets its cotangent unchanged.
+      differentiated: the result counts as one replicated value, so with SUM each rank gets the cotangent unchanged.
 
     Raises:
       TypeError: `op` is not defined for the dtype, or an argument is of the wrong type. ValueError: a freed `comm` or
@@ -107,12 +107,12 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Reduce(Reduction[ReducingTo]):
-    """Root reduces all operands; on any other rank the result is its operand. The adjoint of a sum is `bcast`."""
+    """Root reduces all operands; on any other rank the result is the operand. The adjoint of a sum is `bcast`."""
 
     works_in_place = True
 
-    def part(self, params: ReducingTo) -> Part:
-        return Part(results=params.on_root)
+    def passes(self, params: ReducingTo) -> Passed:
+        return Passed(results=params.on_root)
 
     def may_alias(self, params: ReducingTo) -> bool:
         return params.on_root
@@ -120,7 +120,7 @@ class Reduce(Reduction[ReducingTo]):
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: ReducingTo) -> Any:
         weight = weight_of(x, params.op, params, lambda: _everywhere(x, params))
         (total,) = self.apply(ReducingTo(params.comm, SUM, params.root, derivative=TANGENT), weight * tangent)
-        return total if params.on_root else tangent + linked_zeros([total], tangent)
+        return total if params.on_root else tangent + dependent_zeros([total], tangent)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: ReducingTo) -> list[Any]:
         parts = self.adjoint.apply_to_all(Rooted(params.comm, params.root, derivative=COTANGENT), cotangents)
@@ -131,10 +131,10 @@ reduce_p = Reduce("reduce", adjoint=bcast_p)
 
 
 def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None) -> Any:
-    """Reduces the arrays of all ranks element by element; root gets the result (MPI_Reduce).
+    """Reduce the arrays of all ranks element by element; root gets the result (MPI_Reduce).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -180,19 +180,20 @@ class Scan(Reduction[Reducing]):
         name, x = params.op.name, jnp.asarray(x)
         if name == "PROD":
             for distance in _distances(params):
-                exists, (earlier, its_tangent) = _shifted(distance, params, x, tangent)
+                exists, (earlier, earlier_tangent) = _shifted(distance, params, x, tangent)
                 if exists:
-                    x, tangent = earlier * x, its_tangent * x + earlier * tangent
+                    x, tangent = earlier * x, earlier_tangent * x + earlier * tangent
             return tangent
-        count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far with the extreme value, which share its tangent
+        count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far with the extreme value, which share the tangent
         for distance in _distances(params):
-            exists, (earlier, its_count, its_tangent) = _shifted(distance, params, x, count, tangent)
+            exists, (earlier, earlier_count, earlier_tangent) = _shifted(distance, params, x, count, tangent)
             if not exists:
                 continue
             wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
-            share = jnp.where(ties, _ratio(its_count, its_count + count, x), jnp.where(wins, 1, 0)).astype(x.dtype)
-            tangent = jnp.where(share > 0, share * its_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
-            count = jnp.where(ties, its_count + count, jnp.where(wins, its_count, count))
+            share = jnp.where(ties, _ratio(earlier_count, earlier_count + count, x), jnp.where(wins, 1, 0))
+            share = share.astype(x.dtype)
+            tangent = jnp.where(share > 0, share * earlier_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
+            count = jnp.where(ties, earlier_count + count, jnp.where(wins, earlier_count, count))
             x = jnp.where(wins, earlier, x)
         return tangent
 
@@ -206,10 +207,10 @@ scan_p = Scan("scan")
 
 
 def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Inclusive prefix reduction: rank i gets the reduction over ranks 0 to i (MPI_Scan).
+    """Reduce over the ranks up to this one: rank i gets the reduction over ranks 0 to i (MPI_Scan).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
@@ -224,7 +225,7 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Exscan(Scan):
-    """As `Scan`, without this rank."""
+    """As `Scan`, without the operand of this rank."""
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
         return _shifted(1, params, super().tangent_of_one(x, tangent, result, params))[1][0]
@@ -234,16 +235,16 @@ exscan_p = Exscan("exscan")
 
 
 def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
-    """Exclusive prefix reduction: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
+    """Reduce over the ranks before this one: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
 
     Args:
-      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      Same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets what
-      changes nothing: 0 of SUM, 1 of PROD, the least value of MAX and so on; zeros of a user-made `op`.
+      Same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets the identity
+      element: 0 for SUM, 1 for PROD, the least value for MAX and so on; zeros for a user-made `op`.
 
     Raises:
       TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
@@ -259,8 +260,8 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _changing_nothing(name: str, zeros: Any) -> Any:
-    """The identity of a reduction, in the place of zeros, which the core makes on rank 0. As a constant of a program it
-    is no transfer to a device."""
+    """Return the identity of a reduction in the place of zeros, which the core makes on rank 0. A constant of a program
+    needs no transfer to a device."""
     return jax.tree.map(lambda x: x + arguments.identity(name, x.dtype), zeros)
 
 
@@ -268,7 +269,7 @@ def _changing_nothing(name: str, zeros: Any) -> Any:
 
 
 def weight_of(x: Any, op: arguments.Reduction, params: Common, extreme: Callable[[], Any]) -> Any:
-    """The derivative of a reduction over all ranks with respect to this rank's array."""
+    """Return the derivative of a reduction over all ranks with respect to this rank's array."""
     return _product_of_others(x, params) if op.name == "PROD" else _share_of_extreme(x, extreme(), params)
 
 
@@ -286,13 +287,14 @@ def _move(x: Any, source: int, dest: int, params: Common) -> Any:
 
 
 def _reverse(x: Any, params: Common) -> Any:
-    """The array of the rank `size - 1 - rank`."""
+    """Return the array of the rank `size - 1 - rank`."""
     opposite = params.comm.size - 1 - params.comm.rank
     return _move(x, opposite, opposite, params)
 
 
 def _shifted(distance: int, params: Common, *arrays: Any) -> tuple[bool, list[Any]]:
-    """Whether a rank is `distance` before this one (after, if negative), and its arrays; zeros if there is none."""
+    """Return whether a rank is `distance` before this one (after, if negative), and the arrays of that rank; zeros if
+    there is none."""
     rank, size = params.comm.rank, params.comm.size
     source, dest = rank - distance, rank + distance
     exists = 0 <= source < size
@@ -301,7 +303,7 @@ def _shifted(distance: int, params: Common, *arrays: Any) -> tuple[bool, list[An
 
 
 def _distances(params: Common) -> Iterator[int]:
-    """1, 2, 4, ... below the number of ranks: the steps of a prefix reduction by doubling."""
+    """Yield 1, 2, 4, ... below the number of ranks: the steps of a prefix reduction by doubling."""
     distance = 1
     while distance < params.comm.size:
         yield distance
@@ -309,7 +311,7 @@ def _distances(params: Common) -> Iterator[int]:
 
 
 def _product_of_others(x: Any, params: Common) -> Any:
-    """The product of all other ranks' arrays; correct for zeros too, unlike a division of the whole product."""
+    """Return the product of all other ranks' arrays; correct for zeros too, unlike a division of the whole product."""
     product = jnp.ones_like(x)
     for direction in (1, -1):
         exists, (before,) = _shifted(direction, params, x)
@@ -322,13 +324,13 @@ def _product_of_others(x: Any, params: Common) -> Any:
 
 
 def _share_of_extreme(x: Any, extreme: Any, params: Common) -> Any:
-    """1 / (number of ranks with the extreme value) where this rank has it, else 0."""
+    """Return 1 / (number of ranks with the extreme value) where this rank has it, else 0."""
     mine = x == extreme
     count = reduced_everywhere(mine.astype(jnp.int32), SUM, params)
     return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
 def _ratio(a: Any, b: Any, like: Any) -> Any:
-    """a / b of integers, as precise as `like`, unlike JAX's division of integers."""
+    """Return a / b of integers, as precise as `like`, unlike JAX's division of integers."""
     precise = like.dtype if like.dtype.itemsize >= 4 else jnp.float32
     return jnp.asarray(a, precise) / jnp.asarray(b, precise)

@@ -1,4 +1,4 @@
-"""Identities whose transposes communicate: between values that are the same on all ranks and those that vary."""
+"""Identities whose transposes communicate: casts between values that are the same on all ranks and values that vary."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from jaxmpi._primitive.params import COTANGENT, Common, Reducing
 
 
 class Identity(Collective[Common]):
-    """The identity; only its transpose does something."""
+    """The identity; only the transpose communicates."""
 
-    silent = True
+    identity = True
 
 
 class Replicate(Identity):
@@ -27,15 +27,15 @@ replicate_p = Replicate("replicate", adjoint=allreduce_p)
 
 
 def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """`x` itself; its cotangents are summed over all ranks. For values that are the same on all ranks.
+    """Return `x` itself; its cotangents are summed over all ranks. For values that are the same on all ranks.
 
-    The partner of `allreduce`. If a replicated parameter is used differently on each rank (with the rank's own data),
-    and the loss is made by `allreduce` of a sum, each rank's gradient is that of the whole loss only if the parameter
-    passes through `replicate` first. Identity forwards, allreduce of a sum backwards. All ranks must call it, in the
-    same order as other operations.
+    The partner of `allreduce`. Suppose that each rank uses a replicated parameter differently (with the rank's own
+    data), and that the loss is made by `allreduce` of a sum. Then each rank's gradient is the gradient of the whole
+    loss only if the parameter passes through `replicate` first. Identity forwards, allreduce of a sum backwards. All
+    ranks must call it, in the same order as other operations.
 
     Args:
-      x: array of any shape, or a pytree of such; the same on all ranks, which is not checked.
+      x: array of any shape, or a pytree of arrays; the same on all ranks, which is not checked.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
@@ -48,9 +48,9 @@ def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Invariant(Identity):
-    """The cotangent of an invariant value is whole on each rank, that of a varying value is each rank's share.
+    """The cotangent of an invariant value is whole on each rank; the cotangent of a varying value is a share.
 
-    `varying` marks the quotient as such shares, so that the transpose of the division is the identity again.
+    `varying` marks the quotient as a share of this kind, so that the transpose of the division is the identity again.
     """
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Common) -> list[Any]:
@@ -71,19 +71,19 @@ varying_p = Varying("varying", adjoint=invariant_p)
 
 
 def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """`x` itself; its cotangents are divided by the number of ranks. For values that are the same on all ranks.
+    """Return `x` itself; its cotangents are divided by the number of ranks. For values that are the same on all ranks.
 
     The partner of `replicate`. If `allgather` or `bcast` has sent the same values to all ranks, and all ranks compute
-    the same loss from them, the gradient is that of the sum of all ranks' losses, N times too large. It is the gradient
-    of one loss if the values pass through `invariant` first. Identity forwards, division backwards: JAX's cast from
-    varying to invariant, as `replicate` is the one from invariant to varying (docs/autodiff.md). The result of
-    `allreduce` of a sum is invariant already. Communicates nothing, but in a differentiated function all ranks must
-    call it, as they call other operations.
+    the same loss from them, the gradient is the gradient of the sum of all losses: N times too large. It is the
+    gradient of one loss if the values pass through `invariant` first. Identity forwards, division backwards: JAX's
+    cast from varying to invariant, as `replicate` is the cast from invariant to varying (docs/autodiff.md). The
+    result of `allreduce` of a sum is invariant already. Communicates nothing, but in a differentiated function all
+    ranks must call it, as they call other operations.
 
     Args:
-      x: array of any shape, or a pytree of such; the same on all ranks, and used in the same way on all of them from
-        here on. The values are compared only with `JAXMPI_CHECK=1`, at the cost of a `bcast` for each array and of its
-        derivative. Integers and truth values have no cotangents.
+      x: array of any shape, or a pytree of arrays; the same on all ranks, and used in the same way on all of them from
+        here on. The values are compared only with `JAXMPI_CHECK=1`, at the cost of a `bcast` for each array and of the
+        derivative of that. Integers and truth values have no cotangents.
       comm: an intra-communicator, whose size is the divisor; a clone of COMM_WORLD where it is None.
 
     Returns:
@@ -91,8 +91,8 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type, or a communicator has been freed; while tracing.
-      jax.errors.JaxRuntimeError: at run time, with `JAXMPI_CHECK=1`, on each rank whose values differ from those of
-      rank 0 by more than rounding; it names the line. Other ranks continue until they wait for a rank that raised.
+      jax.errors.JaxRuntimeError: at run time, with `JAXMPI_CHECK=1`, on each rank whose values differ from the values
+      of rank 0 by more than rounding; it names the line. Other ranks continue until they wait for a rank that raised.
     """
     params = common(communicators.resolve(comm, "invariant"))
     if CHECK:

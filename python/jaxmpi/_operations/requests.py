@@ -1,11 +1,11 @@
-"""Requests: what starts an operation, and what waits for it (csrc/core/requests.h).
+"""Requests: operations that start something, and operations that wait for it (csrc/requests/table.h).
 
-A request is an array of two numbers, by which the core knows it. To what differentiates it is an array like any other:
-its tangent is the request of the tangent's operation, its cotangent that of the cotangent's. So the transpose of a wait
-starts the adjoint operation, the transpose of a start waits for it, and derivatives overlap as the function does. Zeros
-in the place of a request, where there is no tangent, are a request of nothing.
+A request is an array of two numbers, by which the core knows it. Differentiation treats it as any other array: the
+tangent of a request is the request of the tangent's operation, and the cotangent is the request of the cotangent's. So
+the transpose of a wait starts the adjoint operation, the transpose of a start waits for it, and derivatives overlap as
+the function does. Zeros in the place of a request, where there is no tangent, are a request of nothing.
 
-A rank that only waits inside of what is differentiated has a request without tangent: that of a constant.
+A rank that only waits inside of a differentiated function has a request without tangent: a constant.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES
 from jaxmpi._operations.common import Arrays, common, typed
 from jaxmpi._primitive import arguments, keys
-from jaxmpi._primitive.effect import REQUEST, Refusal
+from jaxmpi._primitive.effect import REQUEST, Unsupported
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Common, Waiting
 
 (WIDTH,), _NUMBERS = REQUEST
 NOTHING = np.zeros(WIDTH, np.int32)
-"""The request of nothing, as a constant. Its numbers are whole, so it has no tangent: that would be a request."""
+"""The request of nothing, as a constant. The numbers are integers, so it has no tangent: that would be a request."""
 
 
 class Starting(Operation[P]):
-    """What starts an operation. Its result is a request: an array of two numbers, for each array of a batch."""
+    """An operation that starts another. Its result is a request: an array of two numbers, for each array of a batch."""
 
     starts = True
 
@@ -43,16 +43,16 @@ class Starting(Operation[P]):
 
     def of_batch(self, axis: Any, params: P) -> P:
         if axis.size == 0:
-            raise Refusal(f"{self.shown}: a batch of nothing cannot be started, since no request would be left.")
+            raise Unsupported(f"{self.shown}: a batch of nothing cannot be started: no request would be left.")
         return dataclasses.replace(params, batch=(axis.size, *params.batch))
 
-    held = False
-    """The adjoint communicates nothing where it starts."""
+    result_is_stored = False
+    """Whether the result is stored: the adjoint communicates nothing where it starts."""
 
     def transpose_all(self, cotangents: Arrays, operands: Arrays, params: P) -> list[Any]:
-        """Raises where it is seen while tracing that nothing waits for the request. A rank might wait for another one
-        before it comes to the wait of the transpose, which sees the rest."""
-        if type(cotangents[0]) is internals.ad.Zero and not self.held:
+        """Raise if tracing shows that nothing waits for the request. A rank might wait for another one before it comes
+        to the wait of the transpose, which sees all other cases."""
+        if type(cotangents[0]) is internals.ad.Zero and not self.result_is_stored:
             raise ValueError(
                 f"{self.shown}: it is started in a function that is differentiated, and not waited for there: "
                 "gradients would be wrong. Wait for each request inside of that function."
@@ -61,61 +61,62 @@ class Starting(Operation[P]):
 
 
 class Start(Starting[P]):
-    """Starts an operation on one array, which `wait` waits for."""
+    """Starts an operation on one array, for which `wait` waits."""
 
     has_result = True
-    """Waiting for it gives an array."""
+    """Whether the wait gives an array."""
     batch_axis = 0
     """The position of the batch axis in the array."""
 
     def batch_at(self, params: P) -> tuple[int, int]:
         return self.batch_axis, 0
 
-    def numbers(self, avals: Arrays, params: P) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: P) -> dict[str, Any]:
         if not avals:
             return {}
         last = avals[-1]
         return {"count": int(np.prod(last.shape)), "dtype": DATATYPES[np.dtype(last.dtype).name].code}
 
-    def order(self, leaf: Any, ends: Arrays) -> list[Any]:
-        """The operands: the array, and the ranks and tags that are known at run time."""
-        return [leaf, *ends]
+    def order(self, leaf: Any, traced: Arrays) -> list[Any]:
+        """Return the operands: the array, and the ranks and tags that are known at run time."""
+        return [leaf, *traced]
 
-    def begin(self, params: P, batch: tuple[int, ...], leaf: Any, ends: Arrays = ()) -> Any:
-        """The request."""
-        return self.apply(dataclasses.replace(params, batch=batch), *self.order(leaf, ends))[0]
+    def begin(self, params: P, batch: tuple[int, ...], leaf: Any, traced: Arrays = ()) -> Any:
+        """Return the request."""
+        return self.apply(dataclasses.replace(params, batch=batch), *self.order(leaf, traced))[0]
 
     def started(self, params: P, x: Any) -> "Started":
         return Started(self, dataclasses.replace(params, batch=()), tuple(x.shape), np.dtype(x.dtype))
 
-    def back(self, params: P, ends: Arrays) -> tuple["Start[Any]", Common, Arrays]:
-        """The adjoint, its parameters, and what of its ranks and tags is known at run time, as of this operation."""
+    def back(self, params: P, traced: Arrays) -> tuple["Start[Any]", Common, Arrays]:
+        """Return the adjoint, the parameters of it, and the ranks and tags that are known at run time, in the order
+        of this operation."""
         raise NotImplementedError
 
     def cotangent(self, cotangent: Any, params: P, batch_of: Common) -> Any:
-        """What the adjoint is started with, of the cotangent of the result."""
+        """Return the array with which the adjoint starts, from the cotangent of the result."""
         return cotangent
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: P) -> list[Any]:
-        """Waits for the adjoint, which the transpose of the wait has started.
+        """Wait for the adjoint, which the transpose of the wait has started.
 
-        There is no such request if what was started is never waited for in what is differentiated. Other ranks
-        communicate with it all the same: so that is an error of this rank, unless this rank alone holds the adjoint.
+        There is no request if nothing in the differentiated function waits for the operation. Other ranks communicate
+        with it all the same: so that is an error of this rank, unless this rank alone stores the adjoint.
         """
-        template, *ends = operands
-        return [self.wait_for_adjoint(params, template, cotangents[0], ends)]
+        template, *traced = operands
+        return [self.wait_for_adjoint(params, template, cotangents[0], traced)]
 
-    def wait_for_adjoint(self, params: P, template: Any, request: Any, ends: Arrays) -> Any:
-        adjoint, back, ends = self.back(params, ends)
-        what = adjoint.started(back, template)
-        waiting = Waiting(params.comm, (what,), needed=adjoint is not hold_p, derivative=COTANGENT)
-        made = wait_p.apply(waiting, request, *ends)
-        return made[0] if made else None
+    def wait_for_adjoint(self, params: P, template: Any, request: Any, traced: Arrays) -> Any:
+        adjoint, back, traced = self.back(params, traced)
+        pending = adjoint.started(back, template)
+        waiting = Waiting(params.comm, (pending,), needed=adjoint is not store_p, derivative=COTANGENT)
+        results = wait_p.apply(waiting, request, *traced)
+        return results[0] if results else None
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a request is of: the operation, its parameters, the shape and dtype of its array."""
+    """The operation that a request stands for: parameters, and the shape and dtype of the array."""
 
     operation: Start[Any]
     params: Any
@@ -127,37 +128,37 @@ class Started:
         return self.operation.has_result
 
     @property
-    def ends(self) -> int:
-        """How many ranks and tags it has that are known at run time only (`_primitive.envelope`)."""
+    def traced_envelope(self) -> int:
+        """The number of ranks and tags that are known at run time only (`_primitive.envelope`)."""
         return sum(type(value) is int and value == tags.TRACED for value in self.params.values())
 
     def batched(self, size: int) -> "Started":
         at = self.operation.batch_axis
         return dataclasses.replace(self, shape=(*self.shape[:at], size, *self.shape[at:]))
 
-    def start_adjoint(self, batch: tuple[int, ...], cotangent: Any, waiting: Waiting, ends: Arrays) -> Any:
-        adjoint, back, ends = self.operation.back(self.params, ends)
+    def start_adjoint(self, batch: tuple[int, ...], cotangent: Any, waiting: Waiting, traced: Arrays) -> Any:
+        adjoint, back, traced = self.operation.back(self.params, traced)
         if self.has_result:
             cotangent = self.operation.cotangent(cotangent, self.params, waiting)
         else:
             cotangent = zero_cotangent(typed(self.shape, self.dtype))
-        return adjoint.begin(back, batch, cotangent, ends)
+        return adjoint.begin(back, batch, cotangent, traced)
 
 
-class Hold(Start[Common]):
-    """A value of this rank, which is handed over by the wait. Its own adjoint."""
+class Store(Start[Common]):
+    """A value of this rank, which the wait returns. It is self-adjoint."""
 
-    held = True
+    result_is_stored = True
 
-    def back(self, params: Common, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
-        return hold_p, Common(params.comm), []
-
-
-hold_p = Hold("hold")
+    def back(self, params: Common, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        return store_p, Common(params.comm), []
 
 
-class After(Operation[Common]):
-    """Lets what comes after this in the order of communication begin once the operands have been computed."""
+store_p = Store("hold")
+
+
+class Fence(Operation[Common]):
+    """A fence: later communication starts only after the operands have been computed."""
 
     def results(self, avals: Arrays, params: Common) -> list[Any]:
         return []
@@ -166,79 +167,82 @@ class After(Operation[Common]):
         return []
 
 
-after_p = After("after")
+fence_p = Fence("after")
 
 
 def request_of_nothing(params: Any, results: int) -> int:
-    """The attribute `zero` (csrc/core/ops.def): what zeros in the place of a request are. `results`: a bit for each
-    request that has a result."""
+    """Return the attribute `zero` (csrc/core/ops.def): how the core treats zeros in the place of a request. `results`:
+    a bit for each request that has a result."""
     if params.needed:
         return -1
     return 0 if params.derivative is None else 1 + results
 
 
 class Wait(Operation[Waiting]):
-    """Waits for any number of requests: operands are these, and then the ranks and tags of all that are known at run
-    time. It is linear in the requests."""
+    """Waits for any number of requests. The operands are the requests, and then the ranks and tags that are known at
+    run time. It is linear in the requests."""
 
-    several = True
+    variadic = True
     waits = True
 
     def results(self, avals: Arrays, params: Waiting) -> list[Any]:
         return [typed(what.shape, what.dtype) for what in params.started if what.has_result]
 
     def templates(self, params: Waiting) -> int:
-        return sum(what.ends for what in params.started)
+        return sum(what.traced_envelope for what in params.started)
 
-    def numbers(self, avals: Arrays, params: Waiting) -> dict[str, Any]:
+    def static_attributes(self, avals: Arrays, params: Waiting) -> dict[str, Any]:
         results = sum(2 << i for i, what in enumerate(params.started) if what.has_result)
         return {"zero": request_of_nothing(params, results)}
 
     def divide(self, params: Waiting, operands: Arrays) -> tuple[list[Any], list[list[Any]]]:
-        """The requests, and the ends of each that are known at run time."""
+        """Return the requests, and for each the ranks and tags that are known at run time."""
         rest = iter(operands[len(params.started) :])
-        return list(operands[: len(params.started)]), [[next(rest) for _ in range(w.ends)] for w in params.started]
+        return list(operands[: len(params.started)]), [
+            [next(rest) for _ in range(w.traced_envelope)] for w in params.started
+        ]
 
     def jvp(self, primals: Arrays, tangents: Arrays, params: Waiting) -> tuple[list[Any], list[Any]]:
-        """Tangents are those of the requests that have one, which have been started where it is taken."""
+        """Return the results and their tangents. The tangents of requests have been started where they were taken."""
         params = params.in_derivative()
         results = self.bind(*primals, call=params)
-        requests, ends = self.divide(params, primals)
+        requests, traced = self.divide(params, primals)
         which = [
             i
             for i, (t, what) in enumerate(zip(tangents[: len(requests)], params.started, strict=True))
             if type(t) is not internals.ad.Zero and internals.inexact(what)
         ]
-        given = [*(tangents[i] for i in which), *(end for i in which for end in ends[i])]
+        operands = [*(tangents[i] for i in which), *(operand for i in which for operand in traced[i])]
         chosen = Waiting(params.comm, tuple(params.started[i] for i in which), derivative=TANGENT)
-        made = iter(self.bind(*given, call=chosen) if which else [])
+        tangents_of_results = iter(self.bind(*operands, call=chosen) if which else [])
         of_results = [i for i, what in enumerate(params.started) if what.has_result]
         return results, [
-            next(made) if i in which else internals.zero_tangent(y) for i, y in zip(of_results, results, strict=True)
+            next(tangents_of_results) if i in which else internals.zero_tangent(y)
+            for i, y in zip(of_results, results, strict=True)
         ]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Waiting) -> list[Any]:
-        """Starts the adjoints from the last to the first, as separate waits are transposed: so do other ranks."""
-        given, begun = list(cotangents), []
-        requests, ends = self.divide(params, operands)
-        for what, request, its in zip(params.started[::-1], requests[::-1], ends[::-1], strict=True):
-            cotangent = given.pop() if what.has_result else None
-            begun.append(what.start_adjoint(request.shape[:-1], cotangent, params, its))
+        """Start the adjoints from the last to the first, as separate waits are transposed: so do other ranks."""
+        remaining, begun = list(cotangents), []
+        requests, traced = self.divide(params, operands)
+        for what, request, of_request in zip(params.started[::-1], requests[::-1], traced[::-1], strict=True):
+            cotangent = remaining.pop() if what.has_result else None
+            begun.append(what.start_adjoint(request.shape[:-1], cotangent, params, of_request))
         return [*begun[::-1], *[None] * (len(operands) - len(requests))]
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Waiting) -> tuple[list[Any], list[Any]]:
         count = len(params.started)
-        requests, ends, axes, at_ends = operands[:count], operands[count:], axes[:count], axes[count:]
+        requests, traced, axes, at_traced = operands[:count], operands[count:], axes[:count], axes[count:]
         requests = [x if at is None else batched(x, at, axis.size, 0) for x, at in zip(requests, axes, strict=True)]
-        # Ranks and tags are the same for all: with others nothing would have been started.
-        ends = [
+        # Ranks and tags are the same in all of a batch: otherwise nothing would have been started.
+        traced = [
             x if at is None else jax.lax.index_in_dim(x, 0, at, keepdims=False)
-            for x, at in zip(ends, at_ends, strict=True)
+            for x, at in zip(traced, at_traced, strict=True)
         ]
         mapped = tuple(
             what if at is None else what.batched(axis.size) for what, at in zip(params.started, axes, strict=True)
         )
-        results = self.bind(*requests, *ends, call=dataclasses.replace(params, started=mapped))
+        results = self.bind(*requests, *traced, call=dataclasses.replace(params, started=mapped))
         return results, [
             None if at is None else what.operation.batch_axis
             for what, at in zip(mapped, axes, strict=True)
@@ -253,24 +257,24 @@ wait_p = Wait("wait")
 
 
 class Awaited:
-    """What the arrays of a request mean: equal for requests that are waited for alike."""
+    """A description of the arrays of a request. It is equal for requests for which the wait is alike."""
 
     def __init__(
         self,
         comm: Communicator,
-        parts: tuple[Started, ...],
+        pending: tuple[Started, ...],
         structure: Any = None,
         types: tuple[Any, ...] = (),
         fields: Any = None,
     ) -> None:
-        self.comm, self.parts, self.fields = comm, parts, fields
-        self.structure = structure  # of the result; None: there is none
-        self._types = types  # of the result's leaves, by which words become keys again
-        self._key = (comm, parts, structure, types, fields)
+        self.comm, self.pending, self.fields = comm, pending, fields
+        self.structure = structure  # of the result; None: there is no result
+        self._types = types  # of the result's leaves; words become keys again by them
+        self._key = (comm, pending, structure, types, fields)
 
     @property
     def name(self) -> str:
-        return self.parts[0].operation.core_name if self.parts else "nothing"
+        return self.pending[0].operation.core_name if self.pending else "nothing"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self._key == other._key
@@ -279,20 +283,20 @@ class Awaited:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        """The name in JAX's errors about pytrees that differ, as of the branches of a cond."""
-        given = [fact for part in self.parts[:1] for fact in part.params.facts()]
-        return f"jaxmpi request: {', '.join([self.name, *given])}"
+        """Return the name in JAX's errors about pytrees that differ, as of the branches of a cond."""
+        facts = [fact for started in self.pending[:1] for fact in started.params.facts()]
+        return f"jaxmpi request: {', '.join([self.name, *facts])}"
 
     def requests(self, arrays: Arrays) -> Arrays:
-        """The arrays that are the numbers of requests."""
-        return arrays[: len(self.parts)]
+        """Return the arrays that are requests."""
+        return arrays[: len(self.pending)]
 
     def finish(self, arrays: Arrays) -> list[Any] | None:
-        """Waits for what no other request is waited for with. None: `wait_p` waits for it."""
+        """Wait for the request alone, and return the result; None: `wait_p` waits for it together with others."""
         return None
 
     def result(self, values: Arrays) -> Any:
-        """What `wait` gives, of the arrays that have come."""
+        """Return the result of `wait`, from the arrays that have arrived."""
         if self.structure is None:
             return None
         leaves = [keys.like(y, x) for y, x in zip(values, self._types, strict=True)]
@@ -300,10 +304,10 @@ class Awaited:
 
 
 class Request:
-    """An operation that has been started and is to be waited for, once, by `wait` or `waitall`.
+    """An operation that has been started; `wait` or `waitall` waits for it, once.
 
     A pytree of arrays: it may be an argument or a result of a jitted function, the carry of a loop, or the result of a
-    branch. What is in it has no meaning to a program. `jaxmpi.isend` and the other functions whose names begin with i
+    branch. Its content has no meaning to a program. `jaxmpi.isend` and the other functions whose names begin with i
     make it, and `jaxmpi.Grid.start`.
     """
 
@@ -323,38 +327,40 @@ arguments.never_an_array(Request, "wait for it first, and pass what jaxmpi.wait(
 
 
 def wait(request: Any, *, after: Any = None) -> Any:
-    """Waits until an operation that has been started is done (MPI_Wait).
+    """Wait until a started operation is done (MPI_Wait).
 
-    XLA may compute what is between a start and a wait before the start or behind the wait, where nothing overlaps. So
-    `after` names what is to be computed first, while the message is under way.
+    XLA may move a computation between a start and a wait before the start or behind the wait, where nothing overlaps.
+    So `after` names the arrays to compute first, while the message is under way.
 
     Args:
-      request: a `Request`. Each is waited for once, on the rank that started it, in any order; in reverse mode, in the
-        order of the starts where MPI cannot tell operations apart (messages with one rank and tag, for example).
-      after: an array, or a pytree of such: computed before the wait begins.
+      request: a `Request`. Each is waited for once, on the rank that started it, in any order. In reverse mode, the
+        order is that of the starts where MPI cannot distinguish operations (messages with one rank and tag, for
+        example).
+      after: an array, or a pytree of arrays: computed before the wait begins.
 
     Returns:
-      What the blocking operation gives; None of `isend` and `ibarrier`. With `after` a
+      The result of the blocking operation; None for `isend` and `ibarrier`. With `after` a
       pair `(result, after)`, with `after` as it was passed.
 
     Raises:
       TypeError: not a request. ValueError: a request that has left a `jax.vmap` in which it was started. Both while
         tracing.
-      jax.errors.JaxRuntimeError: at run time: it has been waited for already; a message does not fit, as in `recv`; it
-        is of reverse mode and out of order; several requests in the place of one; an error of MPI.
+      jax.errors.JaxRuntimeError: at run time: the program has waited for it already; a message does not fit, as in
+        `recv`; the request is of reverse mode and out of order; an error of MPI. Also for several requests in the place
+        of one.
     """
     return _wait_for([request], after, lambda results: results[0], "wait")
 
 
 def waitall(requests: Any, *, after: Any = None) -> Any:
-    """Waits for several requests (MPI_Waitall).
+    """Wait for several requests (MPI_Waitall).
 
     Args:
-      requests: a pytree of requests, such as a list.
-      after: an array, or a pytree of such: computed before the wait begins, as in `wait`.
+      requests: a pytree of requests, a list for example.
+      after: an array, or a pytree of arrays: computed before the wait begins, as in `wait`.
 
     Returns:
-      In the place of each request its result. With `after` a pair `(results, after)`.
+      The pytree with a result in the place of each request. With `after` a pair `(results, after)`.
 
     Raises:
       As `wait`.
@@ -373,9 +379,9 @@ def _wait_for(requests: Arrays, after: Any, unflatten: Callable[[list[Any]], Any
 
 
 def _compute_first(comm: Communicator, values: Any) -> None:
-    """Lets what comes after this in the order of communication begin once the values have been computed."""
+    """Let later communication start only after the values have been computed."""
     if arrays := [keys.words(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]:
-        after_p.apply(common(comm), *arrays)
+        fence_p.apply(common(comm), *arrays)
 
 
 def _check(request: Any, operation: str) -> None:
@@ -398,27 +404,27 @@ def _check(request: Any, operation: str) -> None:
 
 
 _MOST = 60
-"""Requests that one operation waits for."""
+"""The most requests for which one operation waits."""
 
 
 def _wait_for_all(requests: Sequence[Request]) -> list[Any]:
-    # Of each communicator: which request, its part, the array and the ends of that.
+    # For each communicator: the position of the request, the operation, the array, and the traced ranks and tags.
     groups: dict[Any, list[tuple[int, Started, Any, Arrays]]] = {}
     for i, request in enumerate(requests):
         of = request._of
-        begun, ends = request._arrays[: len(of.parts)], request._arrays[len(of.parts) :]
-        if of.parts:
-            groups.setdefault(of.comm, []).extend((i, *one, ends) for one in zip(of.parts, begun, strict=True))
+        begun, traced = request._arrays[: len(of.pending)], request._arrays[len(of.pending) :]
+        if of.pending:
+            groups.setdefault(of.comm, []).extend((i, *one, traced) for one in zip(of.pending, begun, strict=True))
     values: list[list[Any]] = [[] for _ in requests]
     for comm, group in groups.items():
         for first in range(0, len(group), _MOST):
             some = group[first : first + _MOST]
-            operands = [*(begun for _, _, begun, _ in some), *(end for _, _, _, ends in some for end in ends)]
-            made = iter(wait_p.apply(Waiting(comm, tuple(part for _, part, _, _ in some)), *operands))
-            for i, part, _, _ in some:
-                if part.has_result:
-                    values[i].append(next(made))
+            operands = [*(begun for _, _, begun, _ in some), *(end for _, _, _, traced in some for end in traced)]
+            results = iter(wait_p.apply(Waiting(comm, tuple(pending for _, pending, _, _ in some)), *operands))
+            for i, pending, _, _ in some:
+                if pending.has_result:
+                    values[i].append(next(results))
     for i, request in enumerate(requests):
         if (finished := request._of.finish(request._arrays)) is not None:
             values[i] = finished
-    return [request._of.result(its) for request, its in zip(requests, values, strict=True)]
+    return [request._of.result(arrays) for request, arrays in zip(requests, values, strict=True)]

@@ -12,13 +12,13 @@ CommOrOp = TypeVar("CommOrOp", bound=MPI.Comm | MPI.Op)
 
 
 def static(x: CommOrOp) -> CommOrOp:
-    """A communicator or a reduction that may be an argument of compiled functions; mpi4py's own have no hash.
+    """Return a communicator or a reduction that may be an argument of compiled functions; mpi4py's own have no hash.
 
-    The result is one of mpi4py's objects as well, with the same handle, and is taken wherever those are. Besides, it
-    may be a static argument of `jax.jit` (`static_argnums`, `static_argnames`), static data of a pytree, or part of any
-    other argument, where it is a pytree without leaves. Two of them are equal as long as they are of the same
-    communicator, so that a function is compiled once for each; one that has been freed equals none that comes later,
-    even if MPI gives that the same handle.
+    The result is one of mpi4py's objects as well, with the same handle, and works wherever they do. Besides, it may be
+    a static argument of `jax.jit` (`static_argnums`, `static_argnames`), static data of a pytree, or part of any other
+    argument, where it is a pytree without leaves. Two of them are equal as long as they are of the same communicator,
+    so a function is compiled once for each communicator. A freed one is not equal to any later one, even if MPI reuses
+    the handle.
 
     Args:
       x: an intra-communicator or an operation of mpi4py, such as `MPI.COMM_WORLD` or `MPI.SUM`. It is not duplicated:
@@ -39,19 +39,20 @@ def static(x: CommOrOp) -> CommOrOp:
             f"static: a communicator or an operation of mpi4py is needed, such as MPI.COMM_WORLD or MPI.SUM, got {x!r} "
             f"of type {type(x).__name__}."
         )
-    return x if isinstance(x, static_arguments.Static) else static_arguments.of(x, lifetime)
+    return x if isinstance(x, static_arguments.Static) else static_arguments.make(x, lifetime)
 
 
 def has_cuda_support() -> bool:
-    """Whether arrays in CUDA memory can be communicated: a driver is installed and shows a device to this process."""
+    """Return whether arrays in CUDA memory can be communicated: a driver is installed and shows a device to this
+    process."""
     return devices.count("CUDA") > 0
 
 
 def has_rocm_support() -> bool:
-    """Whether arrays in ROCm memory can be communicated: HIP is installed and shows a device to this process."""
+    """Return whether arrays in ROCm memory can be communicated: HIP is installed and shows a device to this process."""
     return devices.count("ROCM") > 0
 
 
 def has_sycl_support() -> bool:
-    """Whether arrays in SYCL memory (Intel GPUs) can be communicated: not yet, see docs/gpu.md."""
+    """Return whether arrays in SYCL memory (Intel GPUs) can be communicated: not yet, see docs/gpu.md."""
     return devices.count("SYCL") > 0

@@ -1,4 +1,4 @@
-"""All operations. Those that the core executes have a row in csrc/core/ops.def, under the same name."""
+"""All operations. Each operation that the core executes has a row in csrc/core/ops.def, under the same name."""
 
 from jaxmpi._mpi import library
 from jaxmpi._operations import (
@@ -18,7 +18,7 @@ OPERATIONS = tuple(KNOWN)
 
 
 def check_names(here: set[str], core: set[str]) -> None:
-    """Raises ImportError if this package and the C core, being of two versions, name different operations."""
+    """Raise ImportError if this package and the C core, being of two versions, name different operations."""
     if here != core:
         raise ImportError(
             f"jaxmpi: Python and the C core name different operations: {sorted(here ^ core)}. Reinstall jaxmpi."
@@ -26,6 +26,6 @@ def check_names(here: set[str], core: set[str]) -> None:
 
 
 check_names(
-    {operation.core_name for operation in OPERATIONS if not operation.silent},
+    {operation.core_name for operation in OPERATIONS if not operation.identity},
     set(library.OPERATIONS) - library.WITHOUT_PRIMITIVE,
 )

@@ -17,9 +17,9 @@ from jaxmpi._jax import internals
 from jaxmpi._mpi import call_sites, static, tags
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
-from jaxmpi._mpi.texts import Text, text_of
+from jaxmpi._mpi.strings import Text, text_of
 from jaxmpi._primitive import envelope, keys
-from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.jit import Token
 
 _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
@@ -52,14 +52,14 @@ class Reduction:
     name: str
     number: int | None = None
     op: MPI.Op | None = field(default=None, compare=False, repr=False)
-    """The user's own, kept since compiled programs look there whether it has been freed."""
+    """The user's operation: compiled programs look here whether the user has freed it."""
 
     def alive(self) -> bool:
-        """Whether it has not been freed."""
+        """Return whether the user has not freed it."""
         return self.op is None or self.op != MPI.OP_NULL
 
     def number_for(self, datatype: Datatype) -> int:
-        """The core's number of the reduction for elements of this type."""
+        """Return the core's number of the reduction for elements of this type."""
         if self.number is not None:
             return self.number
         if (own := OWN_OPERATIONS[datatype.name].get(self.name)) is not None:
@@ -88,7 +88,7 @@ class Status:
 
 
 def with_calling_line(text: str) -> Text:
-    """A text that ends with the line of the user's program that called the package, directly or through JAX."""
+    """Return a text that ends with the line of the user's program that called the package, directly or through JAX."""
     return text_of(f"{text} {call_sites.here()}")
 
 
@@ -97,7 +97,7 @@ _eager = threading.local()
 
 
 def status(value: Any, operation: str) -> Status | None:
-    """The status that a program writes to: the user's own while tracing, one per thread for eager calls.
+    """Return the status that a program writes to: the user's own while tracing, one per thread for eager calls.
 
     So eager calls share a program even if each passes a new MPI.Status; `_with_status` copies the result to it.
     """
@@ -117,7 +117,7 @@ def status(value: Any, operation: str) -> Status | None:
 
 @functools.cache
 def _row(dtype: Any) -> Datatype | str:
-    """The row of a dtype, or the dtype's name if it has no row."""
+    """Return the row of a dtype, or the dtype's name if it has no row."""
     if dtype == jax.dtypes.float0:
         return "float0"
     name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
@@ -125,7 +125,7 @@ def _row(dtype: Any) -> Datatype | str:
 
 
 def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
-    """The row of a dtype. Raises TypeError if it cannot be communicated."""
+    """Return the row of a dtype. Raise TypeError if it cannot be communicated."""
     row = _row(dtype)
     if row == "float0":
         raise TypeError(
@@ -141,7 +141,7 @@ def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
 
 
 def _check_movable(x: Any, operation: str, argument: str) -> None:
-    """Raises TypeError for an array, or a type, that cannot be communicated."""
+    """Raise TypeError for an array, or a type, that cannot be communicated."""
     if not keys.is_key(x):
         datatype(x.dtype, operation, argument)
 
@@ -159,8 +159,8 @@ _NO_ARRAYS = {
 
 
 def never_an_array(kind: type, advice: str) -> None:
-    """Makes an object of this type an error in the place of an array, also if `jnp.asarray` would make one of
-    it, or if it is a pytree. The error gives the advice."""
+    """Make an object of this type an error in the place of an array, even if `jnp.asarray` accepts it or it is a
+    pytree. The error gives the advice."""
     _NO_ARRAYS[kind] = advice
 
 
@@ -171,7 +171,7 @@ def _is_no_array(x: Any) -> bool:
 def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
     if type(x) is internals.ConcreteArray or (isinstance(x, jax.Array) and not internals.is_tracer(x)):
         if (devices := internals.devices_of_array(x)) > 1:
-            raise Refusal(f"{operation}: {argument} is {internals.spread(devices)}")
+            raise Unsupported(f"{operation}: {argument} is {internals.spread(devices)}")
         return x
     if isinstance(x, jax.Array):
         return x
@@ -192,20 +192,20 @@ def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
 
 
 def _name_of(x: Any) -> str:
-    """mpi4py's constants by their names: those of some versions are integers, and look like them."""
+    """Return mpi4py's constants by their names: in some versions they are integers, and look like integers."""
     constants = {"MPI.IN_PLACE": MPI.IN_PLACE, "MPI.BOTTOM": MPI.BOTTOM}
     return next((name for name, value in constants.items() if value is x), repr(x))
 
 
 def array(x: Any, operation: str, argument: str) -> jax.Array:
-    """One leaf of an input as a JAX array."""
+    """Return one leaf of an input as a JAX array."""
     x = _as_array(x, operation, argument)
     _check_movable(x, operation, argument)
     return x
 
 
 def template(x: Any, operation: str, argument: str) -> jax.Array:
-    """One leaf of a template, of which only shape, dtype and batching are used."""
+    """Return one leaf of a template, of which only shape, dtype and batching are used."""
     if isinstance(x, jax.ShapeDtypeStruct):
         _check_movable(x, operation, argument)
         return jnp.zeros(x.shape, x.dtype)
@@ -213,7 +213,7 @@ def template(x: Any, operation: str, argument: str) -> jax.Array:
 
 
 def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
-    """One leaf of an input with one entry per rank."""
+    """Return one leaf of an input with one entry per rank."""
     x = array(x, operation, argument)
     if x.ndim == 0 or x.shape[0] != size:
         raise ValueError(
@@ -224,7 +224,7 @@ def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
 
 
 def integer(value: Any, operation: str, argument: str) -> int:
-    """A static integer. Raises TypeError for anything else, such as a traced value."""
+    """Return a static integer. Raise TypeError for anything else, a traced value for example."""
     if type(value) is int:
         return value
     if internals.is_tracer(value):
@@ -244,7 +244,7 @@ def integer(value: Any, operation: str, argument: str) -> int:
 
 
 def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:
-    """A rank of `comm`, or one of the special values in `also`."""
+    """Return a rank of `comm`, or one of the special values in `also`."""
     value = integer(value, operation, argument)
     if not (0 <= value < comm.size or value in also):
         special = "".join(f" or MPI.{name}" for name in ("PROC_NULL", "ANY_SOURCE") if getattr(MPI, name) in also)
@@ -255,21 +255,21 @@ def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tu
 
 
 def source(value: Any, comm: Communicator, operation: str) -> Any:
-    """A rank to receive from; may be traced."""
+    """Return a rank to receive from; may be traced."""
     if (traced := envelope.at_run_time(value, operation, "source")) is not None:
         return traced
     return rank(value, comm, operation, "source", (MPI.ANY_SOURCE, MPI.PROC_NULL))
 
 
 def dest(value: Any, comm: Communicator, operation: str) -> Any:
-    """A rank to send to; may be traced."""
+    """Return a rank to send to; may be traced."""
     if (traced := envelope.at_run_time(value, operation, "dest")) is not None:
         return traced
     return rank(value, comm, operation, "dest", (MPI.PROC_NULL,))
 
 
 def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -> Any:
-    """A tag; may be traced."""
+    """Return a tag; may be traced."""
     if (traced := envelope.at_run_time(value, operation, argument)) is not None:
         return traced
     value = integer(value, operation, argument)
@@ -282,20 +282,20 @@ def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -
 
 
 def reduction(op: Any, operation: str) -> Reduction:
-    """The reduction of a call. Raises TypeError if `op` is not an MPI.Op, ValueError if it has been freed."""
+    """Return the reduction of a call. Raise TypeError if `op` is not an MPI.Op, ValueError if it has been freed."""
     if not isinstance(op, MPI.Op):
         raise TypeError(
             f"{operation}: op must be an mpi4py operation such as MPI.SUM, got {op!r} of type {type(op).__name__}."
         )
     if op == MPI.OP_NULL:
         raise ValueError(f"{operation}: op is MPI.OP_NULL: it has been freed. Pass a live operation.")
-    if isinstance(op, static.Static):  # whose handle MPI may have given to another one
+    if isinstance(op, static.Static):  # MPI may have reused the handle
         if not op.lifetime.alive():
             raise ValueError(f"{operation}: op is {op!r}, which has been freed. Pass a live operation.")
         return op.lifetime
     handle = handle_of(op)
     known = _reductions.get(handle)
-    if known is None or (known.op is not None and known.op != op):  # freed: MPI has given its handle to another one
+    if known is None or (known.op is not None and known.op != op):  # freed, and MPI has reused the handle
         name = f"user-defined ({handle:#x})"
         number = _core.reduction(handle, name, MPI._addressof(op), MPI._sizeof(op))
         known = _reductions[handle] = Reduction(name, number, op)
@@ -303,7 +303,7 @@ def reduction(op: Any, operation: str) -> Reduction:
 
 
 class _Kept:
-    """A leaf that is no array, as a node without leaves. A tree that is made of the structure has the leaf itself."""
+    """A leaf that is not an array, as a node without leaves. A tree made of the structure has the leaf itself again."""
 
     def __init__(self, leaf: Any):
         self.leaf = leaf
@@ -313,15 +313,15 @@ jax.tree_util.register_pytree_node(_Kept, lambda kept: ((), kept.leaf), lambda l
 
 
 def _is_kept(x: Any) -> bool:
-    """Whether a leaf is a function or a dtype, as models have them beside their arrays. A text is none: it would look
-    as if it had been communicated."""
+    """Return whether a leaf is a function or a dtype, which models have beside their arrays. A text is not kept: it
+    would look as if it had been communicated."""
     if isinstance(x, (type, np.dtype)):
         return True
     return callable(x) and not isinstance(x, MPI.Op) and not hasattr(x, "__array__") and not hasattr(x, "__jax_array__")
 
 
 def only_arrays(x: Any) -> Any:
-    """The tree with the same arrays and numbers as leaves, and with all other leaves in its structure."""
+    """Return the tree with the same arrays and numbers as leaves, and with all other leaves in its structure."""
     return _only_arrays(x, *jax.tree.flatten(x, is_leaf=_is_no_array))
 
 
@@ -336,7 +336,7 @@ def _only_arrays(x: Any, leaves: list[Any], structure: Any) -> Any:
 
 
 def pytree(x: Any, operation: str, argument: str) -> tuple[list[Any], Any]:
-    """The leaves of an argument that are arrays or numbers, and the structure, which has all else. Raises TypeError for
+    """Return the leaves that are arrays or numbers, and the structure, which has everything else. Raise TypeError for
     None and tokens, which have no leaves."""
     if x is None or isinstance(x, Token):
         raise TypeError(
@@ -349,7 +349,7 @@ def pytree(x: Any, operation: str, argument: str) -> tuple[list[Any], Any]:
 
 
 def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[list[Any], list[str], Any]:
-    """The leaves as `check(leaf, operation, name)` returns them, their names, and their structure."""
+    """Return the leaves as `check(leaf, operation, name)` returns them, their names, and their structure."""
     pytree(x, operation, argument)
     paths, structure = jax.tree_util.tree_flatten_with_path(only_arrays(x), is_leaf=_is_no_array)
     names = [f"{argument}{jax.tree_util.keystr(path)}" for path, _ in paths]
@@ -357,7 +357,7 @@ def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[l
 
 
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:
-    """One leaf of an input to a reduction. Raises TypeError if MPI has no such reduction for its dtype."""
+    """Return one leaf of an input to a reduction. Raise TypeError if MPI has no reduction like this for the dtype."""
     x = _as_array(x, operation, argument)
     if keys.is_key(x):
         raise TypeError(
@@ -375,7 +375,7 @@ def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array
 
 
 def stacked_reducible(x: Any, size: int, op: Reduction, operation: str, argument: str) -> jax.Array:
-    """One leaf of an input to a reduction with one entry per rank."""
+    """Return one leaf of an input to a reduction with one entry per rank."""
     return stacked(reducible(x, op, operation, argument), size, operation, argument)
 
 
@@ -384,7 +384,7 @@ NOT_FROM_ZERO = ("PROD", "LAND", "BAND", "MAX", "MIN")
 
 
 def identity(name: str, dtype: Any) -> Any:
-    """What the reduction combines with any value to that value; of a user-made one, which may have none, zero."""
+    """Return the identity element of the reduction; zero for a user-made reduction, which may have none."""
     kind = np.dtype(dtype)
     logical = kind.kind == "b"
     if name in ("PROD", "LAND") or (logical and name in ("BAND", "MIN")):
@@ -399,8 +399,8 @@ def identity(name: str, dtype: Any) -> Any:
 
 
 def one_message(source: Any, x: Any, operation: str) -> Any:
-    """The source. Raises ValueError for several messages from any source: they could come from different ranks. Of a
-    source that is known at run time the core then takes that for no rank."""
+    """Return the source. Raise ValueError for several messages from any source, because they could come from different
+    ranks. For a source that is known at run time, return a number instead that the core rejects as a rank."""
     leaves = len(jax.tree.leaves(only_arrays(x)))
     if not isinstance(source, int):
         return (

@@ -1,8 +1,8 @@
 """Arrays that are divided among the ranks along their first axis, by counts of rows: checks of arguments.
 
-Counts are known while tracing, those of all ranks, as integers; or they are arrays, known at run time. Then ranks tell
-each other their counts first. A rank whose counts are impossible tells a negative number instead: so all ranks make the
-same calls of MPI, and each of those concerned raises (`struct parts` in csrc/mpi/by_counts.c).
+Counts are known while tracing, as integers for all ranks, or at run time, as arrays. At run time the ranks exchange
+their counts first. A rank whose counts are impossible sends a negative number instead. So all ranks make the same MPI
+calls, and each rank concerned raises (`struct parts` in csrc/mpi/by_counts.c).
 """
 
 import functools
@@ -19,15 +19,15 @@ from jaxmpi._primitive import arguments
 
 IMPOSSIBLE: int = CONSTANTS["IMPOSSIBLE_COUNT"]
 NO_SUCH_RANK: int = CONSTANTS["NO_SUCH_RANK"]
-"""What a rank tells in the place of counts whose rows cannot be sent."""
+"""The number that a rank sends in the place of counts whose rows cannot be sent."""
 OTHER_ARRAYS: int = CONSTANTS["OTHER_ARRAYS"]
-"""What stands for the counts of a rank with other arrays."""
+"""The number in the place of the counts of a rank with other arrays."""
 MOST = 2**31 - 1
 """Rows of an array, which MPI counts by an int."""
 
 
 def of_all(counts: Any, size: int, operation: str, argument: str) -> tuple[int, ...] | None:
-    """A count for each rank, known while tracing; None if they are to be known at run time."""
+    """Return a count for each rank, known while tracing; None for counts that are known at run time."""
     if counts is None or isinstance(counts, jax.Array) or _is_scalar(counts):
         return None
     try:
@@ -54,12 +54,12 @@ def _is_scalar(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def operand(counts: tuple[int, ...]) -> np.ndarray:
-    """Counts as the core reads them."""
+    """Count as the core reads them."""
     return np.asarray(counts, np.int32)
 
 
 def rows_of(leaves: Sequence[Any], names: Sequence[str], operation: str) -> int:
-    """The length of the first axis, which all leaves have in common."""
+    """Return the length of the first axis, which all leaves have in common."""
     for leaf, name in zip(leaves, names, strict=True):
         if leaf.ndim == 0:
             raise ValueError(
@@ -76,25 +76,25 @@ def rows_of(leaves: Sequence[Any], names: Sequence[str], operation: str) -> int:
 
 
 def most(leaves: Sequence[Any], rows: int) -> int:
-    """How many rows may be counted: of no array any number."""
+    """Return how many rows may be counted: any number if there is no array."""
     return rows if leaves else MOST
 
 
 def match(have: int, expected: int, what: str, operation: str, names: Sequence[str]) -> None:
-    """Raises ValueError if an array has not as many rows as the counts say."""
+    """Raise ValueError if the number of rows of an array differs from the counts."""
     if names and have != expected:
         raise ValueError(f"{operation}: {names[0]} has {have} rows, and {what} {expected}.")
 
 
 def _number(value: Any, operation: str, argument: str) -> int:
-    """A static integer that is no truth value."""
+    """Return a static integer that is no truth value."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{operation}: {argument} must be a number of rows, got the truth value {value}.")
     return arguments.integer(value, operation, argument)
 
 
 def room(rows: Any, default: int | None, operation: str) -> int:
-    """The rows of a result whose counts are known at run time."""
+    """Return the rows of a result whose counts are known at run time."""
     if rows is None:
         if default is None:
             raise ValueError(f"{operation}: pass rows=, for how many rows the result has room.")
@@ -106,13 +106,13 @@ def room(rows: Any, default: int | None, operation: str) -> int:
 
 
 def no_room(rows: Any, operation: str) -> None:
-    """Raises ValueError for an argument that says nothing where counts are known while tracing."""
+    """Raise ValueError for an argument without meaning where counts are known while tracing."""
     if rows is not None:
         raise ValueError(f"{operation}: rows= is for counts that are JAX arrays; here the counts say it. Leave it out.")
 
 
 def numbers(counts: Any, shape: tuple[int, ...], operation: str, argument: str) -> jax.Array:
-    """Counts that are known at run time, as an array of that shape."""
+    """Return counts that are known at run time as an array of that shape."""
     if not isinstance(counts, jax.Array):
         if shape:
             raise TypeError(f"{operation}: {argument} must be an array of integers of shape {shape}, got {counts!r}.")
@@ -130,11 +130,11 @@ def numbers(counts: Any, shape: tuple[int, ...], operation: str, argument: str) 
 
 
 def possible(counts: jax.Array, rows: int) -> jax.Array:
-    """The counts as the core reads them; IMPOSSIBLE if one of them is negative or all are more than those rows."""
+    """Return the counts as the core reads them; IMPOSSIBLE if one of them is negative or the sum exceeds `rows`."""
     if counts.dtype.itemsize < 4:
         counts = counts.astype(jnp.int32)
     each = jnp.all((counts >= 0) & (counts <= rows))
     narrow = counts.astype(jnp.int32)
-    total = jnp.sum(narrow, dtype=jnp.int32)  # which may wrap: unless it is about what it is in floating point
+    total = jnp.sum(narrow, dtype=jnp.int32)  # it may wrap, and then differs from the sum in floating point
     fits = (total >= 0) & (total <= rows) & (jnp.sum(narrow.astype(jnp.float32)) < 2.0**32 - 2.0**30)
     return jnp.where(each & fits, narrow, IMPOSSIBLE)

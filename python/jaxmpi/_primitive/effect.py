@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
-from jaxmpi._jax.internals import Refusal as Refusal
+from jaxmpi._jax.internals import Unsupported as Unsupported
 
 
 class Communication(internals.Effect):
@@ -24,7 +24,7 @@ class Communication(internals.Effect):
     __str__ = __repr__
 
     def __reduce__(self) -> str:
-        """There is one, also in what is serialized: JAX keeps the order of equal effects only."""
+        """Return the name of the only one, also in what is serialized: JAX keeps the order of equal effects only."""
         return "EFFECT"
 
 
@@ -32,7 +32,7 @@ EFFECT = Communication()
 
 
 def install() -> None:
-    """Makes JAX keep what communicates in program order, in all that it does with it."""
+    """Make JAX keep communication in program order, whatever it does with a program."""
     internals.permit_effect(Communication)
     jaxprs.lower_calls_inline(EFFECT)
     internals.pass_token_when_compiled(EFFECT)
@@ -56,7 +56,7 @@ JaxParams = dict[str, Any]
 CALLS = (primitives.closed_call_p, internals.remat_p, primitives.jit_p)
 
 REQUEST = (2,), np.dtype(np.float32)
-"""Shape and dtype of the numbers of a request: `_operations.requests`."""
+"""Shape and dtype of the id of a request: `_operations.requests`."""
 
 ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
 
@@ -64,7 +64,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 def may_be_request(x: Any) -> bool:
-    """Whether these may be numbers of a request, or of a batch of them: with a tangent they have an adjoint."""
+    """Return whether `x` may be a request, or a batch of requests: a request with a tangent has an adjoint."""
     aval = jax.typeof(x)
     return (aval.shape[-1:], aval.dtype) == REQUEST
 
@@ -74,7 +74,7 @@ check: Callable[[], None]
 
 
 def communicates(params: JaxParams) -> bool:
-    """Whether a computation in the parameters of a primitive communicates."""
+    """Return whether a computation in the parameters of a primitive communicates."""
     return any(_inside(value) for value in params.values() if type(value) not in _PLAIN)
 
 
@@ -90,14 +90,14 @@ def _inside(value: Any) -> bool:
 
 
 cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_be_traced", default=False)
-"""Whether operations are refused, since the function around them may not be differentiated."""
+"""Whether operations are refused, because the function around them may not be differentiated."""
 
 
 def communicates_when_called(
     function: Any, avals: Iterable[Any], arguments: Callable[..., tuple[Any, ...]] = lambda *xs: xs
 ) -> bool:
-    """Whether a function wrapped by JAX communicates when called with the `arguments` made of values of these types.
-    Traces it unless it has been traced."""
+    """Return whether a function wrapped by JAX communicates when called with the `arguments` made of values of these
+    types. Traces it unless it has been traced."""
     if not function.transforms and (traced := getattr(function.f, "args", ())) and hasattr(traced[0], "effects"):
         return EFFECT in traced[0].effects
     try:
@@ -107,14 +107,14 @@ def communicates_when_called(
 
 
 def forget(function: Any) -> None:
-    """Undoes the tracing of a wrapped function, which stores the structure of what it returned."""
+    """Undo the tracing of a wrapped function, which stores the structure of what it returned."""
     for store in function.stores:
         if store:
             store.reset()
 
 
-def refusal(what: str) -> Refusal:
-    return Refusal(
+def unsupported(what: str) -> Unsupported:
+    return Unsupported(
         f"jaxmpi: {what} is not known to be differentiated on all ranks alike by JAX {jax.__version__} where it "
         "communicates. Communicate outside of it, or differentiate inside of it."
     )

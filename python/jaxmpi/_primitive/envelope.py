@@ -1,7 +1,7 @@
-"""The ends of a message: ranks and tags, each an integer while tracing, or a traced one that is known at run time.
+"""The envelope of a message: ranks and tags, each an integer while tracing, or traced and known at run time.
 
-A traced one is TRACED among the parameters; its value is one more operand, in the order of the names, which the core
-reads on the host (`ends` in csrc/core/ops.def).
+Among the parameters a traced rank or tag is TRACED. The value is one more operand, in the order of the names; the core
+reads it on the host (`ends` in csrc/core/ops.def).
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from jaxmpi._mpi.tags import TRACED
 _MOST = 2**31 - 1
 ANY_OF_SEVERAL: int = CONSTANTS["ANY_OF_SEVERAL"]
 TOO_LARGE: int = CONSTANTS["TOO_LARGE"]
-"""What the core takes for no rank and no tag: in the place of ANY_SOURCE for messages that must have one source, and of
-what 32 bits do not hold."""
+"""Numbers that the core rejects as ranks and tags: in the place of ANY_SOURCE for messages that must have one source,
+and of a value that does not fit in 32 bits."""
 
 
 def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
-    """A rank or tag that is traced, as the core reads it; None if it is not."""
+    """Return a rank or tag that is traced, as the core reads it; None if it is not."""
     if not internals.is_tracer(value):
         return None
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
@@ -39,14 +39,14 @@ def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[jax.Array]]:
-    """The parameters, and the operands of those that are known at run time."""
+    """Return the parameters, and the operands for the ranks and tags that are known at run time."""
     traced = [values[name] for name in sorted(values) if not isinstance(values[name], int)]
     params = {name: value if isinstance(value, int) else TRACED for name, value in values.items()}
     return params, traced
 
 
 def join(params: Any, operands: Any, *names: str) -> dict[str, Any]:
-    """The ends with these names, from the parameters and the operands."""
+    """Return the ranks and tags with these names, from the parameters and the operands."""
     values = {name: getattr(params, name) for name in names}
     traced = [name for name in sorted(names) if values[name] == TRACED]
     return {**values, **{name: operands[i] for i, name in enumerate(traced)}}

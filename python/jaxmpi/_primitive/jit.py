@@ -55,14 +55,14 @@ _region = primitives.Primitive("jaxmpi.region")
 _region.multiple_results = True
 
 
-def _region_abstract_eval(link: Any, *args: Any, jaxpr: Any, linked: bool) -> list[Any]:
-    return [internals.ShapedArray(link.shape, link.dtype)] * linked + jaxpr.out_avals
+def _region_abstract_eval(link: Any, *args: Any, jaxpr: Any, returns_link: bool) -> list[Any]:
+    return [internals.ShapedArray(link.shape, link.dtype)] * returns_link + jaxpr.out_avals
 
 
-def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any, linked: bool) -> list[Any]:
+def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any, returns_link: bool) -> list[Any]:
     inner = ctx.replace(
         avals_in=list(ctx.avals_in[1:]),
-        avals_out=list(ctx.avals_out[linked:]),
+        avals_out=list(ctx.avals_out[returns_link:]),
         tokens_in=internals.mlir.TokenSet({EFFECT: internals.create_token()}),
     )
     with internals.without_constant_folding():
@@ -71,14 +71,14 @@ def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any, linked: bool) 
         done = ctx.replace(avals_in=[internals.abstract_token], avals_out=[internals.abstract_token])
         _lower_done(done, inner.tokens_out.get(EFFECT), comm=np.int64(0))
     # The link need not depend on the operations: results of an execution are ready only when all of it is done.
-    return [link] * linked + list(results)
+    return [link] * returns_link + list(results)
 
 
 _lower_done = internals.ffi_lowering("jaxmpi_done", has_side_effect=True)
 
 
 def _region_implementation(*args: Any, **params: Any) -> Any:
-    """Called if JAX repeats a compiled function operation by operation, to find out which of them made a NaN."""
+    """Raise an error: JAX repeats a compiled function operation by operation, to find the operation that made a NaN."""
     raise FloatingPointError(runtime_token.REPEATED)
 
 
@@ -87,16 +87,16 @@ internals.mlir.register_lowering(_region, _region_lowering)
 internals.keep(_region)
 
 
-# If a result aliases an operand that is needed afterwards, XLA copies the operand first. From about this size on (the
-# copy no longer fits in a cache) that is slower than a result in new memory.
+# If a result aliases an operand that is needed afterwards, XLA copies the operand first. From about this size on (when
+# the copy no longer fits in a cache) the copy is slower than a result in new memory.
 _COPY_BYTES = 8 << 20
 
 
 def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
-    """The computation with `in_place` of each operation set by what is needed after it (`_primitive.params`).
+    """Return the computation with `in_place` of each operation set by what is needed after it (`_primitive.params`).
 
     An operation works in place if nothing needs the operand afterwards; otherwise only if it is small and `in_place`
-    was set. Needed are operands of later equations, results of the jaxpr, constants, and the arguments that are `kept`.
+    was set. Operands of later equations, results of the jaxpr, constants, and the arguments that are `kept` are needed.
     The bodies of loops and nested calls are treated in the same way.
     """
     jaxpr = closed.jaxpr
@@ -123,8 +123,8 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
 
 
 _SHORT = 1000
-"""Elements that a computation may compute for XLA to execute it in the thread that calls, if it is for a CPU: XLA's own
-limit, of floating point operations. A wrong guess costs time (csrc/python/runtime_token.c)."""
+"""The most elements of a computation for a CPU that XLA executes in the calling thread. XLA's own limit counts
+floating-point operations. A wrong guess costs time (csrc/python/runtime_token.c)."""
 
 
 def _is_short(jaxpr: Any) -> bool:
@@ -132,10 +132,10 @@ def _is_short(jaxpr: Any) -> bool:
 
 
 def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
-    """`function` with the link as an additional first argument and first result, and without the effect.
+    """Return `function` with the link as an additional first argument and first result, and without the effect.
 
-    In the place of the first result is None if the computation is so short that XLA executes it in the thread that
-    calls, unless the link is in a tuple; and an empty tuple if there was no effect to take away.
+    The first result is None if the computation is so short that XLA executes it in the calling thread, unless the link
+    comes in a tuple. It is an empty tuple if there is no effect to discharge.
     """
 
     def discharged(link: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -155,10 +155,10 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
         always = isinstance(link, tuple)
         (link,) = link if always else (link,)
         if jaxpr.effects == {EFFECT}:
-            linked = always or not _is_short(jaxpr)
+            returns_link = always or not _is_short(jaxpr)
             jaxpr = _in_place(jaxpr, [not donated] * len(operands))
-            results = _region.bind(link, *operands, jaxpr=jaxpr, linked=linked)
-            link = results.pop(0) if linked else None
+            results = _region.bind(link, *operands, jaxpr=jaxpr, returns_link=returns_link)
+            link = results.pop(0) if returns_link else None
         else:  # nothing to discharge, or other effects, which JAX must see
             link = ()
             results = internals.jaxpr_as_fun(jaxpr)(*operands)
@@ -177,7 +177,7 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
 
 
 def _behind_link(argnums: Any) -> Any:
-    """Argument numbers, shifted by the link, which comes first."""
+    """Return argument numbers, shifted by the link, which comes first."""
     if argnums is None:
         return None
     if not hasattr(argnums, "__index__"):
@@ -192,7 +192,7 @@ def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Ca
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of arrays, compiled, for calls outside of any trace and of `jax.disable_jit`."""
+    """Return `function` of arrays, compiled, for calls outside of any trace and of `jax.disable_jit`."""
 
     def staged(*args: Any) -> Any:
         with internals.without_constant_folding():
@@ -201,7 +201,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return runtime_token.with_runtime_token(EFFECT, _discharged_jit(staged, {}))
 
 
-# Options about the placement of operands or results: their trees would need an entry for the link.
+# Options about the placement of operands or results: a tree of placements would need an entry for the link.
 _PLAIN = ("in_shardings", "out_shardings", "device", "backend", "abstracted_axes")
 
 
@@ -210,7 +210,7 @@ def jit(function: "Callable[P, R]", /, **options: "Unpack[JitOptions]") -> "Jitt
 @overload
 def jit(**options: "Unpack[JitOptions]") -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callable[..., Any]:
-    """`jax.jit` for functions that communicate: the same meaning, at the cost of a call without communication.
+    """Compile a function that communicates as `jax.jit` does, at the cost of a call without communication.
 
     Order relative to calls of `jax.jit` and eager operations is kept, in both directions. Under another transformation,
     with `jax.disable_jit`, and with options that place operands or results (`in_shardings` and the like) it is
@@ -218,7 +218,7 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
 
     Args:
       function: the function to compile; left out in a decorator with options.
-      **options: those of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`,
+      **options: options of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`,
         `keep_unused`, `inline`, `compiler_options`, ...
 
     Returns:

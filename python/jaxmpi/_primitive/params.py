@@ -1,7 +1,7 @@
 """The parameters of operations: a frozen dataclass for each family.
 
-To JAX they are one parameter, `call`. Equal ones are one key of the compiled programs of eager calls, so each keeps its
-hash. What a dataclass does not say follows from the operands.
+To JAX they are one parameter, `call`. Equal parameters are one key of the compiled programs of eager calls, so each
+object keeps the hash. What a dataclass does not have follows from the operands.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.plans import Plan
-from jaxmpi._mpi.texts import Text
+from jaxmpi._mpi.strings import Text
 from jaxmpi._primitive.arguments import Reduction, Status
 from jaxmpi._primitive.pytrees import Leaf
 
 TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
 """What an operation in a derivative communicates. VALUE: a tangent or cotangent whose operation is differentiated
-again, and then counts as a value. The messages of derivatives have tags of their own, so that they never match those of
-the function itself: see `_mpi.tags`."""
+again, and then counts as a value. The messages of derivatives have tags of their own, so that they never match messages
+of the function itself: see `_mpi.tags`."""
 
 Self = TypeVar("Self", bound="Common")
 A = ParamSpec("A")
@@ -28,19 +28,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Common:
-    """What all operations have."""
+    """The parameters that all operations have."""
 
     comm: Communicator
     derivative: str | None = field(default=None, kw_only=True)
     """TANGENT, COTANGENT or VALUE; None in the function itself."""
     batch: tuple[int, ...] = field(default=(), kw_only=True)
-    """The sizes of the batches that `jax.vmap` has made of what is started; empty for all else."""
+    """The sizes of the batches that `jax.vmap` has made of a started operation; empty for all other operations."""
     _key: tuple[Any, ...] = field(init=False, compare=False)
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        key = tuple(getattr(self, its.name) for its in _fields(kind))
+        key = tuple(getattr(self, attribute.name) for attribute in _fields(kind))
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash((kind.__name__, key)))
 
@@ -62,29 +62,33 @@ class Common:
         return self._key
 
     def facts(self) -> list[str]:
-        """`name=value` of all but the communicator, where that is not the default."""
+        """Return `name=value` for all parameters that are not the default, except the communicator."""
         kind: Any = type(self)
-        given = [(its, getattr(self, its.name)) for its in _fields(kind)[1:]]
-        return [f"{its.name}={value!r}" for its, value in given if its.repr and value != its.default]
+        values = [(attribute, getattr(self, attribute.name)) for attribute in _fields(kind)[1:]]
+        return [
+            f"{attribute.name}={value!r}"
+            for attribute, value in values
+            if attribute.repr and value != attribute.default
+        ]
 
     def in_derivative(self: Self) -> Self:
-        """Parameters for the operation itself where it is differentiated."""
+        """Return parameters for the operation itself where it is differentiated."""
         return self if self.derivative in (None, VALUE) else dataclasses.replace(self, derivative=VALUE)
 
     def linear(self: Self) -> Self:
-        """Parameters for the operation on tangents."""
+        """Return parameters for the operation on tangents."""
         return dataclasses.replace(self, derivative=TANGENT)
 
 
 @functools.cache
 def _fields(kind: Any) -> "list[dataclasses.Field[Any]]":
-    own = [its for its in dataclasses.fields(kind) if its.compare]
-    return sorted(own, key=lambda its: its.kw_only is True)
+    own = [attribute for attribute in dataclasses.fields(kind) if attribute.compare]
+    return sorted(own, key=lambda attribute: attribute.kw_only is True)
 
 
 def kept(kind: Callable[A, T]) -> Callable[A, T]:
-    """The constructor of parameters, for eager calls: equal ones are one object, which is found by them faster than it
-    is made."""
+    """Return a constructor of parameters, for eager calls, that makes one object of equal parameters: a lookup is
+    faster than a new object."""
     cached: Any = functools.lru_cache(maxsize=4096)(kind)
     return cached
 
@@ -95,8 +99,8 @@ class Rooted(Common):
 
     root: int
     in_place: bool = field(default=False, kw_only=True)
-    """Whether results may alias the first operands, where the operation can work in place. `jit` sets it where it can
-    tell what is needed afterwards."""
+    """Whether results may alias the first operands, where the operation can work in place. `jit` sets it where it
+    knows what is needed afterwards."""
 
     @property
     def on_root(self) -> bool:
@@ -111,8 +115,8 @@ class Reducing(Common):
     in_place: bool = field(default=True, kw_only=True)
     """As in `Rooted`."""
     line: Text | None = field(default=None, kw_only=True, repr=False)
-    """With JAXMPI_CHECK an allreduce has the text of the error if the cotangents of ranks differ, with the line of the
-    user's program that called it."""
+    """With JAXMPI_CHECK, for an allreduce: the text of the error if the cotangents of ranks differ, with the line of
+    the user's program that called it."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,10 +132,10 @@ class ReducingTo(Reducing):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Divided(Common):
-    """A collective of an array that is divided among the ranks along its first axis."""
+    """A collective of an array that is divided among the ranks along attribute first axis."""
 
     rows: int
-    """How many the result has."""
+    """The number of rows of the result."""
     root: int | None = field(default=None, kw_only=True)
     op: Reduction | None = field(default=None, kw_only=True)
     leaf: Leaf | None = field(default=None, kw_only=True)
@@ -179,33 +183,33 @@ class Exchanging(Common):
 
 
 class Pattern(Protocol):
-    """What travels where in an operation by a plan, of any number of arrays: `Neighbors`, `Halo`, `Redistribution`,
-    `Ghosts`.
+    """A description of what travels where in an operation by a plan, for any number of arrays: `Neighbors`, `Halo`,
+    `Redistribution`, `Ghosts`.
 
-    It is hashable, and the same on all ranks except for its numbers of ranks."""
+    It is hashable, and the same on all ranks except for numbers of ranks."""
 
     @property
     def aliases(self) -> bool:
         """Whether results take the place of the operands."""
 
     @property
-    def refusal(self) -> str:
-        """Why no derivative can be taken; empty if one can."""
+    def why_not_differentiable(self) -> str:
+        """A text: why no derivative can be taken. It is empty if one can be taken."""
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Any, ...], adjoint: bool) -> Plan:
-        """The plan of a rank. `places` has what the pattern needs to know of each array."""
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Any, ...], adjoint: bool) -> Plan:
+        """Return the plan of a rank. `per_array` has what the pattern needs to know about each array."""
 
-    def results(self, avals: Sequence[Any], places: tuple[Any, ...], adjoint: bool) -> Sequence[Any]:
-        """The types of the results from those of the operands."""
+    def results(self, avals: Sequence[Any], per_array: tuple[Any, ...], adjoint: bool) -> Sequence[Any]:
+        """Return the types of the results from the types of the operands."""
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
-        """The position of the batch axis in operands, and in results."""
+        """Return the position of the batch axis in operands, and in results."""
 
-    def linear(self, places: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`places` for the linear part of the operation."""
+    def linear(self, per_array: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return `per_array` for the linear part of the operation."""
 
     def behind(self, place: Any, axes: int) -> Any:
-        """A place for an array that has that many more axes, behind its own."""
+        """Return `place` for an array that has `axes` more axes, behind the others."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -213,7 +217,7 @@ class Planned(Common):
     """An operation by a plan (`_mpi.plans`)."""
 
     pattern: Pattern
-    places: tuple[Any, ...]
+    per_array: tuple[Any, ...]
     adjoint: bool
     needed: bool = field(default=False, kw_only=True)
     """As in `Waiting`."""
@@ -224,13 +228,13 @@ class Waiting(Common):
     """A wait."""
 
     started: tuple[Any, ...]
-    """What the requests are of: `_operations.requests.Started`."""
+    """The operations that the requests stand for: `_operations.requests.Started`."""
     needed: bool = field(default=False, kw_only=True)
-    """The request must not be of nothing, as in reverse mode."""
+    """Whether a request of nothing is an error, as in reverse mode."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparing(Common):
-    """What raises an error if ranks have found that they differ."""
+    """The parameters of an operation that raises an error if ranks differ."""
 
     text: Text

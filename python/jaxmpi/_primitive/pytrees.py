@@ -1,8 +1,8 @@
 """Arrays of a pytree that are received one by one: the last raises the error of any, so that all of them are received.
 
-XLA executes nothing that follows an operation that fails. Were the rest of a pytree not received, other ranks would
-wait, or a later receive would get it, without a word. So each operation carries its place among those of the pytree,
-and the core drops what there is no room for and keeps the error until the last one (csrc/core/failure.h).
+XLA executes nothing that follows a failed operation. If the rest of a pytree were not received, other ranks would wait,
+or a later receive would get it, without a word. So each operation carries a position among the leaves of the pytree.
+The core drops what does not fit, and keeps the error until the last leaf (csrc/core/failure.h).
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ class Leaf(NamedTuple):
     """The place of an operation on a leaf, in the order of the leaves."""
 
     value: int
-    """Among all leaves."""
+    """The place among all leaves."""
     tangent: int
-    """Among those whose tangents are received."""
+    """The place among the leaves whose tangents are received."""
     cotangent: int
-    """Among those whose cotangents are received."""
+    """The place among the leaves whose cotangents are received."""
 
     def reverse(self) -> "Leaf":
-        """The place for a cotangent.
+        """Return the place for a cotangent.
 
         The order is reversed, and tangents of cotangents are received where cotangents of values are.
         """
@@ -34,9 +34,9 @@ class Leaf(NamedTuple):
 
 
 def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf | None]:
-    """The place of each operation, by what it receives and what it sends; either may be empty.
+    """Return the place of each operation, by what it receives and what it sends; either may be empty.
 
-    An exchange of which one side alone has derivatives has those of a single message, which is alone.
+    If only one side of an exchange has derivatives, these are a single message, which is alone.
     """
     count = max(len(received), len(sent))
     if count < 2:
@@ -44,18 +44,18 @@ def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf | None]:
     sides = [[internals.inexact(x) for x in side] for side in (received, sent)]
     if all(sides):
         sides = [[all(pair) for pair in zip(*sides, strict=True)]] * 2
-    of = [_among(side or [False] * count) for side in ([True] * count, *sides)]
-    return [Leaf(*place) for place in zip(*of, strict=True)]
+    by_kind = [_among(side or [False] * count) for side in ([True] * count, *sides)]
+    return [Leaf(*place) for place in zip(*by_kind, strict=True)]
 
 
 def _among(chosen: Sequence[bool]) -> list[int]:
     which = [i for i, is_chosen in enumerate(chosen) if is_chosen]
-    found = [_ALONE] * len(chosen)
+    result = [_ALONE] * len(chosen)
     if len(which) > 1:
         for i in which:
-            found[i] = _MIDDLE
-        found[which[0]], found[which[-1]] = _FIRST, _LAST
-    return found
+            result[i] = _MIDDLE
+        result[which[0]], result[which[-1]] = _FIRST, _LAST
+    return result
 
 
 def reverse(leaf: Leaf | None) -> Leaf | None:
@@ -63,7 +63,7 @@ def reverse(leaf: Leaf | None) -> Leaf | None:
 
 
 def attribute(leaf: Leaf | None, in_derivative: bool) -> int:
-    """The place, as the core reads it."""
+    """Return the place, as the core reads it."""
     if leaf is None:
         return _ALONE
     return leaf.tangent if in_derivative else leaf.value

@@ -32,7 +32,7 @@ class JitOptions(TypedDict, total=False):
 
 
 class _Unbound(Protocol[First_contra, P, R_co]):
-    """A function with a first parameter: mypy and pyright infer its type from this, but not from `Concatenate`."""
+    """A function with a first parameter: mypy and pyright infer the type from this, but not from `Concatenate`."""
 
     def __call__(self, first: First_contra, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
@@ -54,7 +54,7 @@ class Jitted(Protocol[P, R_co]):
     def clear_cache(self) -> None: ...
 
     # As an attribute of a class. `staticmethod` and `classmethod` around it are not visible here; only the type of the
-    # first parameter tells what is bound. If it takes a class, the function is a classmethod, or takes anything.
+    # first parameter shows what is bound. If it takes a class, the function is a classmethod, or takes anything.
     @overload
     def __get__(self: "_Unbound[First, Rest, R_co]", instance: Any, owner: First, /) -> "Jitted[..., R_co]": ...
     @overload

@@ -1,9 +1,10 @@
 """The communicators of JAX's sharded programs.
 
-XLA asks MPI for a communicator as it first executes a collective of certain processes; it says neither of which, nor
-asks only those. So before a program's first execution its groups of processes are read from its HLO; for each that is
-new its processes make a communicator, and execute a small program of just that group, by which XLA asks for it. The
-same look finds what MPI, or XLA's use of it, cannot do, before anything is sent.
+XLA asks MPI for a communicator when it first executes a collective of certain processes. It does not say of which
+processes, and other processes may ask, too. So before a program's first execution this module reads the groups of
+processes from the HLO. The processes of each new group make a communicator, and execute a small program of just that
+group, so that XLA asks for it. The same step raises, before anything is sent, for collectives that MPI, or XLA's use of
+it, cannot do.
 """
 
 import threading
@@ -27,16 +28,16 @@ from jaxmpi._sharded import hlo
 
 _WORLD = MPI.COMM_WORLD
 
-_looking = threading.Lock()
+_preparing = threading.Lock()
 _connecting = threading.local()
-"""`on` in a thread whose programs are not looked at: it executes the one by which XLA takes a communicator."""
-_looked_at: Any = weakref.WeakSet()
-_made: set[tuple[int, ...]] = set()
+"""`on` in a thread whose programs are not prepared: it executes the program by which XLA takes a communicator."""
+_prepared: Any = weakref.WeakSet()
+_connected: set[tuple[int, ...]] = set()
 """Groups of processes for which XLA has a communicator."""
 
 
 def _devices_of(execute: Any) -> tuple[Any, ...]:
-    """The devices of a program that can be executed, in the order of its HLO."""
+    """Return the devices of a program that can be executed, in the order of the HLO."""
     for sharding in (*execute.in_handler.in_shardings, *execute.out_handler.out_shardings):
         if (devices := getattr(sharding, "_device_assignment", None)) is not None:
             return tuple(devices)
@@ -49,7 +50,7 @@ def _texts(execute: Any) -> Iterator[str]:
 
 
 def _connect(group: tuple[Any, ...]) -> None:
-    """Makes the communicator of a group of devices, with the processes of the others."""
+    """Make the communicator of a group of devices, together with the processes of the other devices."""
     processes = tuple(device.process_index for device in group)
     name = f"JAX's processes {', '.join(map(str, processes))}"
     number = _core.group(processes)
@@ -61,12 +62,12 @@ def _connect(group: tuple[Any, ...]) -> None:
     if len(group) == 1:
         return  # XLA does not ask for it in a program of one process
     try:
-        with ThreadPoolExecutor(1) as pool:  # where nothing is traced, and no context of the program's holds
+        with ThreadPoolExecutor(1) as pool:  # a thread without traces and without contexts of the program
             total = pool.submit(_sum, group).result()
     finally:
         _core.expect(0)
     if total != sum(map(_number, processes)) % 2**32:  # another group has another sum
-        raise RuntimeError(f"jaxmpi: JAX's collectives of {name} are not theirs: {hlo.ADVICE}")
+        raise RuntimeError(f"jaxmpi: JAX's collectives of {name} run among other processes: {hlo.ADVICE}")
 
 
 def _number(process: int) -> int:
@@ -74,7 +75,7 @@ def _number(process: int) -> int:
 
 
 def _sum(group: tuple[Any, ...]) -> int:
-    """The sum of numbers of all devices: a program with a collective of this group alone."""
+    """Return the sum of numbers of all devices, by a program with a collective of this group alone."""
     _connecting.on = True
     mesh = jax.sharding.Mesh(np.array(group), ("processes",))
     spec = jax.sharding.PartitionSpec("processes")
@@ -87,16 +88,16 @@ def _sum(group: tuple[Any, ...]) -> int:
 
 
 def _ready(execute: Any) -> None:
-    """Makes what a program needs before its first execution."""
+    """Make the communicators that a program needs before the first execution."""
     devices = _devices_of(execute)
     if devices[0].platform != "cpu":
-        return  # others do not communicate by MPI
-    found = sorted({group for text in _texts(execute) for group in hlo.groups_of(text, len(devices))})
+        return  # only CPUs communicate by MPI
+    groups = sorted({group for text in _texts(execute) for group in hlo.groups_of(text, len(devices))})
     rank = _WORLD.rank
-    for positions in found:
+    for positions in groups:
         group = tuple(devices[i] for i in positions)
         processes = tuple(device.process_index for device in group)
-        if rank not in processes or processes in _made:
+        if rank not in processes or processes in _connected:
             continue
         if len(set(processes)) < len(processes):
             raise NotImplementedError(
@@ -105,27 +106,27 @@ def _ready(execute: Any) -> None:
                 f"instead, or {hlo.ADVICE}"
             )
         _connect(group)
-        _made.add(processes)
+        _connected.add(processes)
 
 
 def _execute(own: Any, self: Any, *args: Any) -> Any:
-    if self not in _looked_at and not getattr(_connecting, "on", False):
-        with _looking:
-            if self not in _looked_at:
+    if self not in _prepared and not getattr(_connecting, "on", False):
+        with _preparing:
+            if self not in _prepared:
                 _ready(self)
-                _looked_at.add(self)
+                _prepared.add(self)
     return own(self, *args)
 
 
 def _reduction(name: str, datatype: library.Datatype) -> int:
-    """The core's number of a reduction; 0: there is none for this type."""
+    """Return the core's number of a reduction; 0: there is none for this type."""
     if name not in arguments.REDUCTIONS[datatype.kind]:
         return 0
     return arguments.reduction(getattr(MPI, name), "psum").number_for(datatype)
 
 
 def install() -> None:
-    """Makes JAX's programs get their communicators before they are first executed, and XLA reduce as this package."""
+    """Make JAX's programs get communicators before they are first executed, and XLA reduce as this package does."""
     for datatype in library.DATATYPES.values():  # with NaN, and alike on all ranks
         _core.set_reductions(datatype.code, *(_reduction(name, datatype) for name in ("SUM", "PROD", "MAX", "MIN")))
     internals.replace(pxla.ExecuteReplicated, "__call__", "", _execute)

@@ -1,4 +1,4 @@
-"""What a compiled program communicates, and between which devices: read from its HLO."""
+"""The collectives of a compiled program, and the devices that take part: read from the HLO."""
 
 import math
 import re
@@ -11,14 +11,14 @@ _SHAPE = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _MOST = 2**31 - 1
 _BY_MPI = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _OF_BYTES = ("all-to-all", "collective-permute")
-"""Collectives that XLA does by messages of bytes."""
+"""Collectives that XLA makes of messages of bytes."""
 _TYPES = {"pred", *(f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)), "f32", "f64", "c64", "c128"}
 """XLA's types for which it knows an MPI datatype."""
 ADVICE = "use --collectives gloo, or jaxmpi's own functions outside of the sharded program (docs/sharded.md)"
 
 
 def _check(name: str, shapes: str, line: str) -> None:
-    """Raises for what XLA, or its use of MPI, cannot do."""
+    """Raise for collectives that XLA, or XLA's use of MPI, cannot do."""
     where = ((match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})") or ""
     if name not in _BY_MPI:
         raise NotImplementedError(f"jaxmpi: XLA has no {name} by MPI{where}: {ADVICE}")
@@ -39,23 +39,23 @@ def _check(name: str, shapes: str, line: str) -> None:
 
 
 def groups_of(program: str, devices: int) -> list[tuple[int, ...]]:
-    """The groups of devices between which a program communicates, by their positions among so many devices.
+    """Return the groups of devices that communicate in a program, by their positions among so many devices.
 
     Args:
       program: the text of an HLO module after optimization.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: XLA cannot do one of its collectives by MPI, or writes it in a way
-        that is not known here.
+      TypeError, ValueError, NotImplementedError: XLA cannot do a collective of the program by MPI, or writes it in an
+        unknown way.
     """
-    found: set[tuple[int, ...]] = set()
+    groups: set[tuple[int, ...]] = set()
     try:
         for collective, line in replica_groups.collectives(program, devices):
             _check(collective.opcode, collective.shapes, line)
-            found.update(collective.groups)
+            groups.update(collective.groups)
     except replica_groups.Unreadable as error:
         raise NotImplementedError(
             f"jaxmpi: JAX {jax.__version__} writes which devices communicate in a way that jaxmpi cannot read "
             f"({error}): {ADVICE}"
         ) from None
-    return sorted(found)
+    return sorted(groups)

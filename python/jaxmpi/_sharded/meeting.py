@@ -25,17 +25,18 @@ from jaxmpi._sharded import communicators
 _WORLD = MPI.COMM_WORLD
 
 _PATIENCE_SECONDS = 300
-"""The time to wait for other processes: as long as JAX itself waits for its own."""
+"""The time to wait for other processes: as long as JAX itself waits for them."""
 
 
 def world() -> tuple[int, int]:
-    """This process and the number of processes."""
+    """Return the number of this process and the number of processes."""
     return _WORLD.rank, _WORLD.size
 
 
 def local_device() -> int | None:
-    """The accelerator of this process, by JAX's numbers, as the launcher would choose; None if nothing is to be chosen:
-    the launcher or the program has, there are not several, or this process's number on its machine is not known."""
+    """Return the accelerator of this process, by JAX's numbers, as the launcher would choose it. Return None if nothing
+    is to be chosen: the launcher or the program has chosen, there are not several, or the number of this process on
+    this machine is not known."""
     local = accelerators.local_rank(os.environ)
     if accelerators.decided or local is None:
         return None
@@ -47,7 +48,7 @@ def local_device() -> int | None:
 
 
 def start() -> None:
-    """Starts jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
+    """Start jax.distributed, unless the program has, or is alone. All ranks call it before JAX makes devices."""
     if before_jax.state.kind == "mpi" and (reason := before_jax.why_not_mpi()):
         raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
     if before_jax.state.kind == "mpi":
@@ -58,16 +59,17 @@ def start() -> None:
         return
     if before_jax.PREEMPTION not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # XLA has replaced it (JAX 0.6)
-    found = (distributed.global_state.process_id, distributed.global_state.num_processes)
-    if found != world():
+    joined = (distributed.global_state.process_id, distributed.global_state.num_processes)
+    if joined != world():
         raise RuntimeError(
-            f"jaxmpi: jax.distributed.initialize was told process {found[0]} of {found[1]}, but this is rank "
+            f"jaxmpi: jax.distributed.initialize got process {joined[0]} of {joined[1]}, but this is rank "
             f"{_WORLD.rank} of {_WORLD.size}: call it without arguments, or not at all"
         )
 
 
 def meet(seconds: float | None = None) -> str:
-    """The address of JAX's coordinator, once all ranks have come here. Raises RuntimeError that names who has not."""
+    """Return the address of JAX's coordinator, once all ranks have called this. Raise RuntimeError that names the ranks
+    that have not."""
     end = time.monotonic() + (seconds or _PATIENCE_SECONDS)
     answer = _lead(end) if _WORLD.rank == 0 else _follow(end + 5)
     if missing := answer.get("missing"):
@@ -81,7 +83,7 @@ def meet(seconds: float | None = None) -> str:
 
 
 def forget_address() -> None:
-    """JAX's coordinator listens: its address is not meant for processes that this one starts."""
+    """Forget the coordinator's address, once it listens: processes that this one starts must not use it."""
     if _chosen and os.environ.get(_BINDS) == _chosen.pop():
         del os.environ[_BINDS]
 
@@ -91,7 +93,7 @@ def _tag() -> int:
 
 
 def _follow(end: float) -> dict[str, Any]:
-    """Another rank tells rank 0 its host, answers at which of its addresses it reaches rank 0, and is told the rest."""
+    """Send rank 0 the host of this rank, then the addresses of rank 0 that this rank reaches. Return the answer."""
     _WORLD.send(socket.gethostname(), 0, _tag())
     while True:
         if not _wait_for([0], end):
@@ -114,7 +116,7 @@ def _lead(end: float) -> dict[str, Any]:
         address = f"{host}:{_port(host if is_address else '')}"
         answer = {"address": address, "environment": _not_by_a_proxy(host)}
         if is_address and _BINDS not in os.environ:
-            # XLA's service asks nobody who he is, and takes what it does not understand for a reason to end.
+            # XLA's service does not authenticate clients, and ends when it gets something that it does not understand.
             os.environ[_BINDS] = address
             _chosen.append(address)
     for rank in came:
@@ -123,7 +125,7 @@ def _lead(end: float) -> dict[str, Any]:
 
 
 def _wait_for(ranks: Any, end: float) -> list[int]:
-    """The numbers of the ranks from which a message has come, all of them or at the `end`."""
+    """Return the ranks from which a message has come: all of them, or fewer at the `end`."""
     came: list[int] = []
     report = time.monotonic() + (SETTINGS.timeout or math.inf)
     while len(came) < len(ranks) and time.monotonic() < end:
@@ -137,8 +139,8 @@ def _wait_for(ranks: Any, end: float) -> list[int]:
 
 
 def _reached_by(ranks: list[int], end: float) -> tuple[str, bool]:
-    """An address of this machine that these ranks of other machines can connect to, and whether it is one: if none is
-    known, its name."""
+    """Return an address of this machine to which these ranks of other machines can connect, and True; if none is known,
+    the name of this machine, and False."""
     if not ranks:
         return "127.0.0.1", True
     with socket.create_server(("", 0)) as listening:
@@ -158,43 +160,43 @@ def _is_reached(host: str, port: int) -> bool:
 
 
 def _addresses() -> list[str]:
-    """This machine's addresses for others: that of its name, those of its interfaces."""
-    found: list[str] = []
+    """Return this machine's addresses for others: the address of its name, and the addresses of the interfaces."""
+    addresses: list[str] = []
     with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
+        addresses.append(socket.gethostbyname(socket.gethostname()))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # it has no address
                 request = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(request[20:24]))
-    return [host for host in dict.fromkeys(found) if not host.startswith("127.")]
+                addresses.append(socket.inet_ntoa(request[20:24]))
+    return [host for host in dict.fromkeys(addresses) if not host.startswith("127.")]
 
 
 _BINDS = "JAX_COORDINATOR_BIND_ADDRESS"
-"""JAX's variable of the address at which its coordinator listens: all of the machine's, if it is not set."""
+"""JAX's variable of the address at which the coordinator listens: all addresses of the machine, if it is not set."""
 
 _chosen: list[str] = []
-"""The address in that variable, while it is there by our choice."""
+"""The address in that variable, while this module has set it."""
 
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
-_kept: list[socket.socket] = []
-"""Keeps the coordinator's port from others until it is in use."""
+_reserved: list[socket.socket] = []
+"""Sockets that keep the coordinator's port from others until it is in use."""
 
 
 def _port(host: str) -> int:
-    """A port of this address, or of all."""
+    """Return a port of this address, or of all addresses."""
     if port := os.environ.get("JAX_COORDINATOR_PORT"):
         return int(port)
-    kept = socket.socket()
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as XLA's server does, which so can share it
-    kept.bind((host, 0))
-    _kept.append(kept)
-    return kept.getsockname()[1]
+    reserving = socket.socket()
+    reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as XLA's server does, which so can share it
+    reserving.bind((host, 0))
+    _reserved.append(reserving)
+    return reserving.getsockname()[1]
 
 
 def _not_by_a_proxy(host: str) -> dict[str, str]:
-    """Variables with which processes connect to the host themselves."""
+    """Return variables that make processes connect to the host directly, not through a proxy."""
     if not any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         return {}
-    direct = os.environ.get("no_grpc_proxy")  # noqa: SIM112 (its name)
+    direct = os.environ.get("no_grpc_proxy")  # noqa: SIM112 (gRPC's own name)
     return {"no_grpc_proxy": f"{direct},{host}" if direct else host}

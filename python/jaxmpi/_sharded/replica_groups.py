@@ -1,21 +1,21 @@
-"""Between which devices a program communicates: a reader of the text that XLA writes of an HLO module's collectives.
+"""The devices between which a program communicates: a reader of XLA's text of the collectives of an HLO module.
 
-An instruction is a line: its name, `=`, the shapes of its results, the opcode, the operands in parentheses, and its
-attributes. Those that say who takes part, in XLA's notations:
+An instruction is a line: a name, `=`, the shapes of the results, the opcode, the operands in parentheses, and
+attributes. These attributes name the participants, in XLA's notations:
 
-    replica_groups      = "{" [list {"," list}] "}"                 no list: one group of all ids
-                        | "[" ids "]" "<=" iota                     its rows
-                        | mesh "{" [part {"," part}] "}"            over some axes of a mesh, the last of them fastest
-    source_target_pairs = "{" [list {"," list}] "}"                 lists of two
+    replica_groups      = "{" [list {"," list}] "}"                 no list: one group of all ids.
+                        | "[" ids "]" "<=" iota                     the rows of it.
+                        | mesh "{" [part {"," part}] "}"            over some axes of a mesh, the last of them fastest.
+    source_target_pairs = "{" [list {"," list}] "}"                 lists of two.
     mesh                = "mesh" "[" axis {"," axis} "]" ["," "device_ids" "=" "(" (iota | ids) ")"]
-    axis                = name "=" number                           the mesh is in the order of rows
-    part                = name [":" "(" number ")" number]          of an axis: behind parts of this product, this size
-    iota                = "[" ids "]" ["T" "(" ids ")"]             0, 1, … in this shape, then with its axes transposed
+    axis                = name "=" number                           the mesh is in the order of rows.
+    part                = name [":" "(" number ")" number]          of an axis: behind parts of this product, this size.
+    iota                = "[" ids "]" ["T" "(" ids ")"]             0, 1, … in this shape, then with transposed axes.
     list                = "{" ids "}"
     ids                 = number {"," number}
 
-Whether an id is that of a replica, of a partition, or of a device, other attributes say; a program's devices are the
-rows of (replica, partition). What is written in another way, or does not name each id once, is not guessed at.
+Other attributes say whether an id is the id of a replica, of a partition, or of a device. A program's devices are the
+rows of (replica, partition). The reader does not guess: another notation, or one without each id once, is an error.
 """
 
 import itertools
@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 
 
 class Unreadable(ValueError):
-    """A notation that is not known here, or that does not divide the devices."""
+    """A notation that the reader does not know, or that does not divide the devices."""
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(
-    r"""\s+ | /\*.*?\*/                          # an operand's or a shape's number, where there are many
-    | (?P<token> "(?:\\.|[^"\\])*" | '[^']*'     # text; the name of an axis, in which XLA escapes nothing
+    r"""\s+ | /\*.*?\*/                          # an operand's or a shape's number, where there are many.
+    | (?P<token> "(?:\\.|[^"\\])*" | '[^']*'     # text; the name of an axis, in which XLA escapes nothing.
     | %?[A-Za-z_][\w.-]* | [0-9]+ | <= | . )""",
     re.VERBOSE,
 )
@@ -50,34 +50,34 @@ class _Reader:
     """The tokens of a line, which are taken one by one."""
 
     def __init__(self, line: str):
-        found = [match for match in _TOKEN.finditer(line) if match["token"]]
+        matches = [match for match in _TOKEN.finditer(line) if match["token"]]
         self.line = line
-        self.tokens = [match["token"] for match in found]
-        self.begins = [match.start("token") for match in found] + [len(line)]
+        self.tokens = [match["token"] for match in matches]
+        self.begins = [match.start("token") for match in matches] + [len(line)]
         self.at = 0
 
     @property
     def next(self) -> str:
-        """The token that comes; empty at the end."""
+        """The next token; empty at the end."""
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def text(self, began: int) -> str:
-        """What has been taken since."""
+        """Return the text of all tokens since `began`."""
         return self.line[self.begins[began] : self.begins[self.at]].strip()
 
     def unlike(self, expected: str) -> Unreadable:
         rest = self.line[self.begins[self.at] :]
-        found = repr(rest if len(rest) <= 40 else rest[:40] + "…") if rest else "the end"
-        return Unreadable(f"{found} instead of {expected}")
+        actual = repr(rest if len(rest) <= 40 else rest[:40] + "…") if rest else "the end"
+        return Unreadable(f"{actual} instead of {expected}")
 
     def skip(self, token: str) -> bool:
-        """Whether this token came, which then is taken."""
-        found = self.next == token
-        self.at += found
-        return found
+        """Consume the next token if it equals `token`. Return whether it did."""
+        equal = self.next == token
+        self.at += equal
+        return equal
 
     def take(self, pattern: str, expected: str = "") -> str:
-        """The token that comes, which is like the pattern."""
+        """Consume and return the next token, which must match the pattern."""
         token = self.next
         if not re.fullmatch(pattern, token, re.DOTALL):
             raise self.unlike(expected or pattern.replace("\\", ""))
@@ -91,21 +91,21 @@ class _Reader:
         return self.take(r"'.*'|[A-Za-z_][\w.-]*", "the name of an axis").strip("'")
 
     def some(self, item: Callable[[], _T]) -> list[_T]:
-        """One or more, with commas between them."""
-        found = [item()]
+        """Return one or more items, with commas between them."""
+        result = [item()]
         while self.skip(","):
-            found.append(item())
-        return found
+            result.append(item())
+        return result
 
     def within(self, opening: str, item: Callable[[], _T]) -> list[_T]:
-        """None or more, in brackets."""
+        """Return any number of items, in brackets."""
         self.take(re.escape(opening))
-        found = [] if self.next == _CLOSING[opening] else self.some(item)
+        result = [] if self.next == _CLOSING[opening] else self.some(item)
         self.take(re.escape(_CLOSING[opening]))
-        return found
+        return result
 
     def pass_over(self) -> str:
-        """Any token, with all that is in its bracket."""
+        """Consume any token, with everything in its bracket, and return the text."""
         began, closing = self.at, []
         while True:
             token = self.take(".+", "more")
@@ -137,7 +137,7 @@ def _iota(read: _Reader) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Part:
-    """A digit of the positions on an axis, in a number system in which those before it have `before` values."""
+    """A digit of the positions on an axis, in a number system in which the digits before it have `before` values."""
 
     axis: str
     before: int
@@ -157,7 +157,7 @@ def _part(read: _Reader, sizes: dict[str, int]) -> _Part:
 
 
 def _digits(axis: str, size: int, parts: list[_Part]) -> list[_Part]:
-    """All of an axis, so that these are some of them."""
+    """Return all digits of an axis, among which are the given parts."""
     own = [part for part in parts if part.axis == axis and part.size != 1]
     cuts = sorted({1, size, *(part.before for part in own), *(part.before * part.size for part in own)})
     exact = cuts[0] == 1 and cuts[-1] == size and all(b % a == 0 for a, b in itertools.pairwise(cuts))
@@ -191,7 +191,7 @@ def _over_a_mesh(read: _Reader) -> np.ndarray:
 
 
 def _groups(read: _Reader) -> list[Group]:
-    """None: one of all ids."""
+    """Return the groups; an empty list stands for one group of all ids."""
     if read.next == "{":
         return [tuple(ids) for ids in read.within("{", lambda: read.within("{", read.number))]
     if read.next != "[":
@@ -213,7 +213,7 @@ def _checked(groups: list[Group], ids: int) -> list[Group]:
 
 
 def groups_in(text: str, ids: int) -> list[Group]:
-    """The groups that XLA writes behind `replica_groups=`, of so many ids.
+    """Return the groups that XLA writes behind `replica_groups=`, of so many ids.
 
     Raises:
       Unreadable: they are written in another way, or do not have each id once.
@@ -240,9 +240,9 @@ class Collective:
     """An instruction by which devices communicate."""
 
     opcode: str
-    """The instruction's opcode without -start."""
+    """The opcode of the instruction, without -start."""
     shapes: str
-    """The shapes of its results, as text."""
+    """The shapes of the results, as text."""
     groups: list[Group]
     """Groups of positions among the program's devices, each in the order of its communicator."""
 
@@ -250,31 +250,31 @@ class Collective:
 _COMMUNICATES = r"\b(?:(?:all-|reduce-scatter|collective-)[a-z-]*\(|(?:replica_groups|source_target_pairs)=)"
 _MAY_BE = re.compile(rf"\s*(?:ROOT )?%?[\w.-]+ = .*{_COMMUNICATES}")
 _OF_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
-"""The collectives whose ids are, with a channel, those of replicas, each with all its partitions; those of others are
-of partitions."""
+"""The collectives whose ids, with a channel, are ids of replicas, each with all partitions. The ids of other
+collectives are ids of partitions."""
 
 
 def _attributes(read: _Reader) -> dict[str, Any]:
-    """What comes behind the operands of an instruction, or the name of a module; most of it as text."""
+    """Return the attributes after the operands of an instruction, or after the name of a module; most as text."""
     special = {"replica_groups": _groups, "source_target_pairs": _pairs}
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     while read.skip(","):
         name = read.take(r"[A-Za-z_][\w.-]*", "the name of an attribute")
         read.take("=")
         if name in special:
-            found[name] = special[name](read)
+            attributes[name] = special[name](read)
             continue
         began = read.at
         while read.next not in ("", ","):
             read.pass_over()
-        found[name] = read.text(began)
+        attributes[name] = read.text(began)
     if read.next:
         raise read.unlike("an attribute")
-    return found
+    return attributes
 
 
 def _positions(opcode: str, attributes: dict[str, Any], rows: np.ndarray) -> list[Group]:
-    """The groups of an instruction, by XLA's rules of what its ids are."""
+    """Return the groups of an instruction, by XLA's rules for the kind of its ids."""
     replicas, partitions = rows.shape
     channel = "channel_id" in attributes
     if attributes.get("use_global_device_ids") == "true":
@@ -287,12 +287,12 @@ def _positions(opcode: str, attributes: dict[str, Any], rows: np.ndarray) -> lis
         count, arrays = replicas, lambda ids: rows[ids].T
     if not set(itertools.chain(*attributes.get("source_target_pairs", []))) <= set(range(count)):
         raise Unreadable(f"pairs of others than {count} ids: {attributes['source_target_pairs']}")
-    groups = _checked(attributes.get("replica_groups", []), count)  # of pairs, XLA has one of all
+    groups = _checked(attributes.get("replica_groups", []), count)  # for pairs, XLA has one group of all ids
     return [tuple(row) for ids in groups for row in arrays(list(ids)).tolist()]
 
 
 def _is_opcode(read: _Reader) -> bool:
-    """A shape has no name before a parenthesis, but within brackets."""
+    """Return whether the next token is an opcode: a shape has a name before a parenthesis only within brackets."""
     return read.next[:1].isalpha() and read.tokens[read.at + 1 : read.at + 2] == ["("]
 
 
@@ -316,7 +316,7 @@ def _collective(line: str, rows: np.ndarray) -> Collective | None:
 
 
 def _rows(header: str) -> np.ndarray:
-    """The positions of a program's devices, by replicas and partitions."""
+    """Return the positions of a program's devices, by replicas and partitions."""
     read = _Reader(header)
     read.take("HloModule")
     read.take(".+", "a name")
@@ -326,13 +326,13 @@ def _rows(header: str) -> np.ndarray:
 
 
 def collectives(program: str, devices: int) -> Iterator[tuple[Collective, str]]:
-    """The collectives of a program of so many devices, and the line of each.
+    """Yield the collectives of a program of so many devices, and the line of each.
 
     Args:
       program: the text of an HLO module after optimization.
 
     Raises:
-      Unreadable: one is written in a way that is not known here; the line is in the error's text.
+      Unreadable: a collective is written in an unknown way; the line is in the error's text.
     """
     header, *lines = program.split("\n")
     line = header
@@ -341,8 +341,8 @@ def collectives(program: str, devices: int) -> Iterator[tuple[Collective, str]]:
         if rows.size != devices:
             raise Unreadable(f"{rows.size} devices instead of {devices}")
         for line in filter(_MAY_BE.match, lines):
-            if (found := _collective(line, rows)) is not None:
-                yield found, line
+            if (collective := _collective(line, rows)) is not None:
+                yield collective, line
     except Unreadable as error:
         text = line.strip()
         raise Unreadable(f"{error}, in: {text if len(text) <= 300 else text[:300] + '…'}") from None

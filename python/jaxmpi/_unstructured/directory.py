@@ -144,7 +144,9 @@ def _check(comm: MPI.Intracomm, names: Names, faults: Faults, digest: int = 0) -
     count, signature = agreement.sums(comm, names.operation, None, sum(map(len, faults.values())), digest)
     if count == 0:
         return signature
-    reports = agreement.told(comm, {name: (len(rows), rows[:_NAMED].tolist()) for name, rows in faults.items()})
+    reports = agreement.gather_objects(
+        comm, {name: (len(rows), rows[:_NAMED].tolist()) for name, rows in faults.items()}
+    )
     for name in faults:
         number = sum(report[name][0] for report in reports)
         if number:

@@ -68,7 +68,7 @@ class Ghosts:
     aliases = True
 
     @property
-    def refusal(self) -> str:
+    def why_not_differentiable(self) -> str:
         if self.op == "SUM":
             return ""
         return (
@@ -76,8 +76,8 @@ class Ghosts:
             "derivative is needed."
         )
 
-    def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        return places
+    def linear(self, per_array: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        return per_array
 
     def behind(self, place: Spec, axes: int) -> Spec:
         """Return the place of an array that has `axes` more axes, behind all others."""
@@ -87,11 +87,11 @@ class Ghosts:
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0  # nothing is transposed, and the axis of the rows, counted from the end, remains the same
 
-    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> Sequence[Any]:
+    def results(self, avals: Sequence[Any], per_array: Any, adjoint: bool) -> Sequence[Any]:
         return avals
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
-        return _plan(self, avals, places, adjoint)
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
+        return _plan(self, avals, per_array, adjoint)
 
 
 def _which(rows: np.ndarray) -> Which:
@@ -154,8 +154,8 @@ def _checked(
                 f"{operation}: {name} has shape {x.shape}, and its first axis must have this rank's {rows.total} rows: "
                 f"{rows.owned} that it owns, then {rows.ghosts} ghosts."
             )
-    places = tuple((-x.ndim, name) for x, name in zip(arrays, names, strict=True))
-    return arrays, structure, Planned(comm, ghosts, places, adjoint)
+    per_array = tuple((-x.ndim, name) for x, name in zip(arrays, names, strict=True))
+    return arrays, structure, Planned(comm, ghosts, per_array, adjoint)
 
 
 def _box(aval: Any, axis: int, which: Which) -> Box:
@@ -169,12 +169,12 @@ def _box(aval: Any, axis: int, which: Which) -> Box:
 
 
 @plans.cached
-def _plan(pattern: Ghosts, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
+def _plan(pattern: Ghosts, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
     rank, rows = pattern.rank, pattern.rows
     moves: list[Move] = []
     fills: list[Fill] = []
     facts = []
-    for leaf, (aval, (from_end, name)) in enumerate(zip(avals, places, strict=True)):
+    for leaf, (aval, (from_end, name)) in enumerate(zip(avals, per_array, strict=True)):
         axis = from_end % len(aval.shape)
         # The other rank alone knows the place there. Sums are in the order of the ranks with ghosts.
         for other, which in rows.sends:

@@ -11,8 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._mpi import agreement, communicators, survival
-from jaxmpi._mpi.clones import clone_of
-from jaxmpi._mpi.waiting import waiting
+from jaxmpi._mpi.private_comms import clone_of
+from jaxmpi._mpi.watch import waiting
 from jaxmpi._operations.by_counts import allgatherv, gatherv
 from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments, keys
@@ -64,7 +64,7 @@ class IndexMap(communicators.Local):
     def _make(self, owned: Any, ghosts: Any, owners: Any, comm: MPI.Comm | None, names: checks.Names) -> None:
         with _together(comm, names.operation) as (clone, known):
             self._comm, rank, size = known, known.rank, known.size
-            local, failure = agreement.attempt(lambda: checks.rows(owned, ghosts, owners, names, rank, size))
+            local, failure = agreement.capture(lambda: checks.rows(owned, ghosts, owners, names, rank, size))
             count = 0 if local is None else len(local.owned)
             total, with_owners = agreement.sums(clone, names.operation, failure, count, owners is not None)
             if with_owners not in (0, size):
@@ -107,7 +107,7 @@ class IndexMap(communicators.Local):
         """
         operation = "IndexMap.from_csr"
         with _together(comm, operation) as (clone, _):
-            block, failure = agreement.attempt(lambda: graphs.csr(indptr, indices, rows, operation))
+            block, failure = agreement.capture(lambda: graphs.csr(indptr, indices, rows, operation))
             (some_without,) = agreement.sums(clone, operation, failure, rows is None)
             if some_without not in (0, clone.size):
                 raise ValueError(
@@ -154,7 +154,7 @@ class IndexMap(communicators.Local):
         operation = "IndexMap.from_edges"
         with _together(comm, operation) as (clone, known):
             rank, size = known.rank, known.size
-            own, failure = agreement.attempt(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
+            own, failure = agreement.capture(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
             digest = 0 if own is None else directory.digest_of(own[-1])
             (total,) = agreement.sums(clone, operation, failure, digest)
         assert own is not None

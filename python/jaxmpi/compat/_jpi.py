@@ -12,7 +12,7 @@ from jax import Array
 from mpi4py import MPI
 
 from jaxmpi import notoken
-from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._primitive import arguments
 
@@ -84,7 +84,7 @@ def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tup
     resolved = communicators.resolve(comm, "gather")
     y = notoken.gather(x, root, comm=comm)
     if resolved.rank != root:  # zeros that depend on y, because JAX 0.6 drops an operation whose result is not used
-        y = linked_zeros([y], jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
+        y = dependent_zeros([y], jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
     return y, token
 
 

@@ -43,7 +43,7 @@ static void wait_twice(void) {
 
 static void read_once(void) {
   int64_t words[SUMMARY_WORDS];
-  record.seen = atomic_load_explicit(&record.number, memory_order_acquire); /* look_at */
+  record.seen = atomic_load_explicit(&record.number, memory_order_acquire); /* check_record */
   if (record.seen % 2 == 0 || !read_words(&record, words)) return;
   REQUIRE(words[SUMMARY_ROW] == (int64_t)(record.seen + 1) / 2);
   REQUIRE(words[SUMMARY_TYPE] == (int64_t)(record.seen + 1) / 2);
@@ -54,11 +54,11 @@ static void read_once(void) {
 static void begin_to_stop(void) {
   atomic_store(&records.all, NULL);
   atomic_store(&watching, true);
-  atomic_store(&looking, false);
+  atomic_store(&polling, false);
   python = 1;
 }
 
-static void look(void) { look_at_all(); }
+static void look(void) { check_all(); }
 
 static void stop(void) {
   watchdog_stop();

@@ -1,4 +1,4 @@
-"""Traces that differentiate: what communicates in them depends on all values that they were started with, the seeds."""
+"""Traces that differentiate: all communication in them depends on the differentiated inputs, with which they start."""
 
 import contextvars
 import functools
@@ -12,20 +12,20 @@ from jax._src.interpreters import ad as private_ad
 
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import depends_on
-from jaxmpi._primitive.effect import ZERO, Refusal, during
+from jaxmpi._primitive.effect import ZERO, Unsupported, during
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 
-_seeds: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
-"""The seeds of a trace: the values with which it was started, each with its tangent. Once `seeds_of` has made a tuple
-of them no more are added."""
+_inputs: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
+"""The differentiated inputs of a trace: the values with which it started, each with a tangent. Once `inputs_of` has
+made a tuple of the list, no more inputs are added."""
 
 
-def record_seed(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
+def record_input(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
     own(tracer, trace, primal, tangent)
-    known = _seeds.get(trace)
+    known = _inputs.get(trace)
     if known is None:
-        known = _seeds[trace] = []
+        known = _inputs[trace] = []
         if (place := place_of_dummy.get()) is not None:
             _places[trace] = place
     if type(known) is list and type(tangent) is not internals.ad.Zero and internals.inexact(tangent):
@@ -33,15 +33,16 @@ def record_seed(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, 
 
 
 place_of_dummy: contextvars.ContextVar[int | None] = contextvars.ContextVar("place_of_dummy", default=None)
-"""The place of the dummy operand among the seeds of the trace that is about to be started, which differentiates the
-computation inside of a higher-order primitive; None if there is no dummy operand, or the trace has been started."""
+"""The place of the dummy operand among the differentiated inputs of the trace that is about to start, which
+differentiates the computation inside of a higher-order primitive. None if there is no dummy operand, or the trace has
+started."""
 
 _places: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-"""The place of the dummy operand among the seeds of a trace that has one."""
+"""The place of the dummy operand among the differentiated inputs of a trace that has one."""
 
 
 def without_dummy(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that is called for each equation, and may start traces, which have no dummy operand."""
+    """Wrap a hook that is called for each equation, and may start traces, which have no dummy operand."""
 
     @functools.wraps(hook)
     def call(*args: Any, **options: Any) -> Any:
@@ -53,24 +54,26 @@ def without_dummy(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def seeds_of(trace: Any) -> tuple[Any, ...]:
-    seeds = _seeds.get(trace, ())
-    if type(seeds) is not tuple:
-        seeds = _seeds[trace] = tuple(seeds)
-    return seeds
+def inputs_of(trace: Any) -> tuple[Any, ...]:
+    """Return the differentiated inputs of a trace, and close the list."""
+    inputs = _inputs.get(trace, ())
+    if type(inputs) is not tuple:
+        inputs = _inputs[trace] = tuple(inputs)
+    return inputs
 
 
 def _as_one_number(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
-    """A number that depends on all values of the seeds, or on all their tangents, made in the trace that is current.
+    """Return a number that depends on all values of the differentiated inputs, or on all their tangents. It is made in
+    the current trace.
 
-    What depends on it then needs one operand, not one for each seed.
+    A value that depends on it then needs one operand, not one for each input.
     """
-    seeds = [seed[of_tangents] for seed in seeds_of(trace)]
-    if len(seeds) < 2:
-        return seeds
+    inputs = [pair[of_tangents] for pair in inputs_of(trace)]
+    if len(inputs) < 2:
+        return inputs
     known = _numbers.setdefault(trace, {})
     if (of_tangents, always) not in known:
-        known[of_tangents, always] = depends_on(None, seeds, like=ZERO, always=always)
+        known[of_tangents, always] = depends_on(None, inputs, like=ZERO, always=always)
     return [known[of_tangents, always]]
 
 
@@ -82,29 +85,29 @@ def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
 
 
 def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Whether one of them has a tangent."""
+    """Return whether one of the values has a tangent."""
     return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
 
 
 def make_operands_depend(
     trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True
 ) -> list[Any]:
-    """The operands of a primitive, some of them with tangents that are linear in all seeds.
+    """Return the operands of a primitive, some of them with tangents that are linear in all differentiated inputs.
 
     Args:
       trace: the trace that differentiates.
       tracers: the operands.
-      which: the positions of those that get such tangents.
-      why: what communicates, for the error if there is no seed.
+      which: the positions of the operands that get these tangents.
+      why: what communicates, for the error if there is no differentiated input.
       always: any `vmap` outside maps these tangents. On another rank they may depend on what it maps, even if not here.
     """
     tracers = list(tracers)
-    seeds = seeds_of(trace)
+    inputs = inputs_of(trace)
     for i in which:
         primal, tangent = trace.to_primal_tangent_pair(tracers[i])
         own = None if type(tangent) is internals.ad.Zero else tangent
-        if own is None and not seeds:
-            raise Refusal(
+        if own is None and not inputs:
+            raise Unsupported(
                 f"{why} communicates in a function that is differentiated with respect to nothing on this rank: an "
                 "empty pytree, or integers alone. All ranks take part in a derivative: give each a floating-point "
                 "argument to differentiate with respect to. The function of a custom_root is one, too: let it close "
@@ -121,15 +124,16 @@ inside_higher_order: contextvars.ContextVar[bool] = contextvars.ContextVar("insi
 
 
 def make_value_depend(trace: Any, tracer: Any) -> Any:
-    """A tracer with the value of another, which depends on the seeds.
+    """Return a tracer with the value of another, which depends on the differentiated inputs.
 
-    A `vmap` that maps the values of the seeds maps it, and so does any other `vmap` that does not map their tangents:
-    on another rank the value may depend on what it maps.
+    A `vmap` that maps the values of the differentiated inputs maps it. So does any other `vmap` that does not map their
+    tangents: on another rank the value may depend on what it maps.
 
     A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of higher-order
-    primitives the tangents do not tell, since they depend on all seeds and are always mapped; there the values depend
-    on the dummy operand, which does so on the seeds outside. They do not depend on the other operands: tangents of
-    an earlier derivative may be among them, and be mapped, which are seeds on some ranks and constants on others.
+    primitives the tangents do not show this: they depend on all differentiated inputs and are always mapped. There the
+    values depend on the dummy operand, which depends on the differentiated inputs outside. The values do not depend on
+    the other operands. Mapped tangents of an earlier derivative may be among these; they are differentiated inputs on
+    some ranks and constants on others.
     """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
     with core.set_current_trace(trace.parent_trace):
@@ -137,7 +141,7 @@ def make_value_depend(trace: Any, tracer: Any) -> Any:
             primal = depends_on(primal, [], always=True)
         elif inside_higher_order.get():
             place = _places.get(trace)
-            inputs = _as_one_number(trace, False) if place is None else [seeds_of(trace)[place][0]]
+            inputs = _as_one_number(trace, False) if place is None else [inputs_of(trace)[place][0]]
             primal = depends_on(primal, inputs)
         else:
             unless = _as_one_number(trace, True)

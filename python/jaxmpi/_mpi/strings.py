@@ -1,4 +1,4 @@
-"""Texts that the C core refers to by numbers."""
+"""Texts to which the C core refers by numbers."""
 
 import ctypes
 import functools

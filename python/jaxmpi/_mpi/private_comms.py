@@ -1,7 +1,7 @@
-"""A clone of a communicator, for what its ranks tell each other outside of compiled programs.
+"""A clone of a communicator, on which the ranks communicate outside of compiled programs.
 
-Neither messages of the program nor operations that are still under way can be met there. After a death it is revoked
-with its communicator.
+Messages there never match messages of the program, nor operations that are still under way. After a death it is revoked
+together with the communicator.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from jaxmpi._mpi.library import FAILURES
 
 
 def clone_of(comm: MPI.Comm) -> MPI.Intracomm:
-    """The clone of a communicator. All of its ranks call this; the first call makes it, and it is freed with the
-    communicator."""
+    """Return the clone of a communicator. All ranks of it call this. The first call makes the clone, which is freed
+    with the communicator."""
     jax.effects_barrier()  # collectives of the communicator that are under way have been called before this one
     clone = comm.Get_attr(_attribute())
     if clone is None:
@@ -28,8 +28,8 @@ def clone_of(comm: MPI.Comm) -> MPI.Intracomm:
 
 
 def _made(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Where the job goes on after a death the ranks agree that all have the clone: the revocation of one that a rank is
-    still making is a segmentation fault of Open MPI 5.0.11."""
+    """Make a clone. Where the job goes on after a death, the ranks agree that all have it: Open MPI 5.0.11 crashes
+    (segmentation fault) if a communicator is revoked while a rank is still making it."""
     if not FAILURES["failed"]:
         return comm.Dup()
     clone = None
@@ -41,15 +41,15 @@ def _made(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def revoke(comm: MPI.Comm) -> None:
-    """Lets all operations of other ranks on a communicator, and on its clone, raise."""
-    for its in (comm, clone_if_made(comm)):
+    """Make all operations of other ranks on a communicator, and on the clone of it, raise."""
+    for revoked in (comm, clone_if_made(comm)):
         with contextlib.suppress(MPI.Exception):
-            if its is not None:
-                its.Revoke()
+            if revoked is not None:
+                revoked.Revoke()
 
 
 def agree(comm: MPI.Comm, done: bool) -> bool:
-    """Whether all ranks have done it, and live: the same on all that do."""
+    """Return whether all ranks are done, and live. All living ranks return the same."""
     if not done:
         revoke(comm)  # no rank waits in an operation for this one
     try:
@@ -61,7 +61,7 @@ def agree(comm: MPI.Comm, done: bool) -> bool:
 
 
 def clone_if_made(comm: MPI.Comm) -> MPI.Intracomm | None:
-    """The clone of a communicator, if there is one."""
+    """Return the clone of a communicator, if there is one."""
     return cast("MPI.Intracomm | None", comm.Get_attr(_attribute()))
 
 
