@@ -13,8 +13,9 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import compat, run
-from jaxmpi._launcher import written_for
+from jaxmpi import compat
+from jaxmpi_launch import mpiexec
+from jaxmpi_launch import written_for
 from jaxmpi.compat import _install, _mpi4jax
 from support.launch import launch
 from support.rows import each

@@ -13,7 +13,7 @@ import pytest
 
 import jaxmpi._core as _core
 from jaxmpi import _start
-from jaxmpi._launcher import monitor
+from jaxmpi_launch import monitor
 from jaxmpi._mpi import communicators, library, timeline
 from jaxmpi._mpi.settings import Settings
 from programs import errors_page

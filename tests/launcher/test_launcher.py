@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import run
-from jaxmpi._launcher import output, segments
+from jaxmpi_launch import command, mpiexec
+from jaxmpi_launch import output, segments
 from programs import errors_page
 from support import limits
 from support.launch import end_what_is_left, launch, outside_of_a_job, started
@@ -214,14 +214,14 @@ def test_main_returns_the_status(tmp_path):
     mpiexec.chmod(0o755)
     program = f"""
         import os, signal, threading, time
-        from jaxmpi import run
+        from jaxmpi_launch import command, mpiexec
         words = ["-n", "1", "--mpiexec", {str(mpiexec)!r}, "-c", "pass"]
         before = signal.getsignal(signal.SIGINT)
-        found = [run.main(words)]
-        thread = threading.Thread(target=lambda: found.append(run.main(words)))
+        found = [command.main(words)]
+        thread = threading.Thread(target=lambda: found.append(command.main(words)))
         thread.start(); thread.join()
         files = sorted(os.listdir("/proc/self/fd"))
-        run.main(["--mpiexec-args=", *words])
+        command.main(["--mpiexec-args=", *words])
         while threading.active_count() > 1: time.sleep(0.01)
         print(found, signal.getsignal(signal.SIGINT) is before, files == sorted(os.listdir("/proc/self/fd")))
     """
@@ -265,8 +265,8 @@ def test_more_descriptors_than_select_takes(way, tmp_path):
         if {way.startswith("it")}:
             for file in files: os.set_inheritable(file, True)
             sys.exit(subprocess.run([{", ".join(map(repr, COMMAND))}, *{words!r}], close_fds=False).returncode)
-        from jaxmpi import run
-        sys.exit(run.main({words!r}))
+        from jaxmpi_launch import command, mpiexec
+        sys.exit(command.main({words!r}))
     """
     command = [sys.executable, written(tmp_path, program)]
     done = subprocess.run(
@@ -468,7 +468,7 @@ time.sleep(100)
 
 
 def is_openmpi():
-    return run.flavour(run.find_mpiexec()) == "openmpi"
+    return mpiexec.flavour(mpiexec.find_mpiexec()) == "openmpi"
 
 
 @pytest.mark.parametrize("verbose", one_each_time(["", "variable", "option"], "", "option"))
@@ -620,7 +620,7 @@ def test_segments_of_mpich(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ends", ["raise KeyError('this')", "os.kill(os.getpid(), 9)", "launcher"])
 def test_nothing_is_left_in_shared_memory(ends, tmp_path, job):
     """MPICH leaves files there if it does not come to MPI_Finalize."""
-    if run.flavour(run.find_mpiexec()) != "hydra" or os.readlink("/proc/self/ns/pid") != segments._ALL_PROCESSES:
+    if mpiexec.flavour(mpiexec.find_mpiexec()) != "hydra" or os.readlink("/proc/self/ns/pid") != segments._ALL_PROCESSES:
         pytest.skip("Open MPI's mpiexec removes them, and in a container nobody can")
     program = """
         import os, time
@@ -791,7 +791,7 @@ def test_no_place_for_files():
 
 def test_no_process_for_the_guard(tmp_path, monkeypatch):
     """The job runs without."""
-    from jaxmpi._launcher import guard
+    from jaxmpi_launch import guard
 
     def fails():
         raise BlockingIOError
@@ -821,7 +821,7 @@ def test_name_of_a_communicator_in_lines(tmp_path):
 
 
 def test_watch_that_fails_says_so(tmp_path):
-    from jaxmpi._launcher import monitor
+    from jaxmpi_launch import monitor
 
     said = []
     with started(["sleep", "100"]) as process:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi import run
+from jaxmpi_launch import command, mpiexec
 from support.slurm import slurm
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.nightly, pytest.mark.seconds(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PMI = "pmix" if run.flavour(run.find_mpiexec()) == "openmpi" else "pmi2"
+PMI = "pmix" if mpiexec.flavour(mpiexec.find_mpiexec()) == "openmpi" else "pmi2"
 TWO = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=3")
 """Options of sbatch, which count more than those in a script: two ranks, on two hosts."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmpi import run
+from jaxmpi_launch import command, mpiexec
 from support.launch import launch
 from support.rows import one_each_time
 
@@ -22,7 +22,7 @@ SECONDS = 90
 
 nightly = pytest.mark.nightly
 needs_openmpi = pytest.mark.skipif(
-    run.flavour(run.find_mpiexec() or "") != "openmpi", reason="jobs of Open MPI alone go on without a rank"
+    mpiexec.flavour(mpiexec.find_mpiexec() or "") != "openmpi", reason="jobs of Open MPI alone go on without a rank"
 )
 
 BEGIN = textwrap.dedent("""
@@ -728,7 +728,7 @@ def test_random_deaths(seed, spare):
     _check_random(done, r"^OK .* 0 in flight$", ranks + spare, deaths)
 
 
-@pytest.mark.skipif(shutil.which("mpiexec") is None and run.find_mpiexec() is None, reason="no mpiexec")
+@pytest.mark.skipif(shutil.which("mpiexec") is None and mpiexec.find_mpiexec() is None, reason="no mpiexec")
 @needs_openmpi
 @pytest.mark.alone
 def test_command():

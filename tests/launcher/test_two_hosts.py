@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from jaxmpi import run
+from jaxmpi_launch import command, mpiexec
 from programs import errors_page
 from support.launch import begin, launch, outside_of_a_job
 from support.two_hosts import NAMES, two_hosts
@@ -48,7 +48,7 @@ def job(hosts, tmp_path):
 
     def run_program(rest, *more, begin=BEGIN, start=launch, options=True, ranks=4, **environment):
         """Without `options` variables name the hosts, as those of a scheduler do."""
-        if run.flavour(run.find_mpiexec()) == "openmpi":
+        if mpiexec.flavour(mpiexec.find_mpiexec()) == "openmpi":
             hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
             told = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
             variables = {"PRTE_MCA_prte_default_hostfile": hosts.file, "PRTE_MCA_plm_ssh_agent": hosts.agent}
@@ -146,7 +146,7 @@ def test_exception_ends_the_job_on_both(job, fails):
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise KeyError('this')"])
 def test_others_survive(job, dies, how):
     """A rank of either host dies, and those of both recover. Each death is told once."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
+    if mpiexec.flavour(mpiexec.find_mpiexec()) != "openmpi":
         pytest.skip("jobs of Open MPI alone go on without a rank")
     done = job(
         f"""
@@ -169,7 +169,7 @@ def test_others_survive(job, dies, how):
 
 def test_spare_of_the_other_host(job):
     """It gets the number of a rank of the first host, and tells it itself."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
+    if mpiexec.flavour(mpiexec.find_mpiexec()) != "openmpi":
         pytest.skip("jobs of Open MPI alone go on without a rank")
     done = job(
         """
@@ -197,7 +197,7 @@ def test_spare_of_the_other_host(job):
 @pytest.mark.nightly
 def test_all_survivors_are_on_the_other_host(job):
     """They tell of the deaths themselves. The launcher knows of no rank that has ended, so its status is an error."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
+    if mpiexec.flavour(mpiexec.find_mpiexec()) != "openmpi":
         pytest.skip("jobs of Open MPI alone go on without a rank")
     done = job(
         """
@@ -244,7 +244,7 @@ def test_what_waits_is_reported(job, late, options):
 def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
     """As of a cluster with one disk: the ranks of the second host leave it alone, and the table says where they are. So
     it is where the launcher cannot know of that host, for a file of the MPI library's names it."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
+    if mpiexec.flavour(mpiexec.find_mpiexec()) != "openmpi":
         pytest.skip("UCX, by which MPICH communicates, finds no way between hosts that seem to have two kernels")
     shared = hosts.folder / "shared"
     shared.mkdir(exist_ok=True)
@@ -332,7 +332,7 @@ def test_machine_is_lost(job, hosts):
         assert process.returncode != 0
         shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
         errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
-        if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
+        if mpiexec.flavour(mpiexec.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
             told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and never"
             assert re.search(told, errors, re.MULTILINE), errors
         assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
@@ -343,7 +343,7 @@ def test_machine_is_lost(job, hosts):
 
 def test_machine_is_lost_to_survivors(job, hosts):
     """Open MPI ends a job that loses a machine, also one that goes on without a rank. It is told, nothing is left."""
-    if run.flavour(run.find_mpiexec()) != "openmpi":
+    if mpiexec.flavour(mpiexec.find_mpiexec()) != "openmpi":
         pytest.skip("jobs of Open MPI alone go on without a rank")
     process, _ = job(BUSY, "--survive", start=begin_job)
     for lost in list(hosts.running(NAMES[1])):

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi._jax import internals
-from jaxmpi._launcher import before_jax
+from jaxmpi_launch import before_jax
 from jaxmpi._sharded import communicators
 from support.rows import each
 

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 
-from jaxmpi import run
+from jaxmpi_launch import command, mpiexec
 from support import limits
 
 # What an MPI library leaves in the environment of its process; a child must not take itself for a part of that job.
@@ -76,8 +76,8 @@ def launch(
     clean = outside_of_a_job() | {"JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, program)]
     if plain:
-        clean.update(run.settings(1, clean))
-        command = [run.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
+        clean.update(mpiexec.settings(1, clean))
+        command = [mpiexec.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
     if ranks == 0:
         command = [sys.executable, *map(str, program)]
     command = [*through, *command]
