@@ -1,15 +1,15 @@
-"""A small network learns to read handwritten digits, on one or many processes that share out each batch.
+"""A small network learns to read handwritten digits. One or many processes divide each batch among them.
 
 This is JAX's own data parallelism: a batch is an array sharded over all devices, the parameters are replicated, and
-`jax.jit` adds up the gradients. There is not a word of MPI in the program. Its launcher makes the devices of all
-processes one mesh, and carries the sums by MPI.
+`jax.jit` adds up the gradients. There is not a word of MPI in the program. The launcher makes one mesh of the
+devices of all processes, and sends the sums by MPI.
 
     python data_parallel.py                                             # one process
     python -m jaxmpi.run -n 4 --collectives mpi data_parallel.py        # the same result on four
-    python -m jaxmpi.run -n 4 --collectives gloo data_parallel.py       # by what JAX uses by itself
+    python -m jaxmpi.run -n 4 --collectives gloo data_parallel.py       # by gloo, JAX's default
 
 Any number of processes will do: a batch that cannot be divided among them is filled up with images of weight zero. So
-the result does not depend on their number, but for rounding. Needs optax, and scikit-learn for its digits.
+only rounding depends on the number of processes. Needs optax, and scikit-learn for the digits.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 PIXELS, CLASSES = 64, 10
-TESTED = 360  # images that are not trained on
+TESTED = 360  # images that are not used for training
 REPORTS = 8  # how often a run stops to evaluate the network
 
-# With axes of the type Auto it is the compiler that finds out where devices must communicate.
+# With axes of the type Auto the compiler decides where devices communicate.
 MESH = jax.make_mesh((jax.device_count(),), ("batch",), axis_types=(AxisType.Auto,))
 SHARDED = NamedSharding(MESH, PartitionSpec("batch"))
 REPLICATED = NamedSharding(MESH, PartitionSpec())
@@ -39,7 +39,7 @@ Batch = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def make_batch(images: np.ndarray, digits: np.ndarray, chosen: np.ndarray) -> Batch:
-    """The batch of the images with the numbers `chosen`. Each process makes only the part of its own devices."""
+    """Return the batch of the images with the numbers `chosen`. Each process makes only the part for local devices."""
     missing = -len(chosen) % jax.device_count()
     weights = np.pad(np.ones(len(chosen), np.float32), (0, missing))
     chosen = np.pad(chosen, (0, missing))
@@ -52,7 +52,7 @@ def make_batch(images: np.ndarray, digits: np.ndarray, chosen: np.ndarray) -> Ba
 
 
 def draw(numbers: np.ndarray, size: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
-    """Batches of `size` numbers without end, each number once per epoch. All processes draw the same ones."""
+    """Yield batches of `size` numbers without end, each number once per epoch. All processes draw the same batches."""
     while True:
         yield from generator.permutation(numbers)[: len(numbers) // size * size].reshape(-1, size)
 
@@ -64,7 +64,7 @@ def make_layers(key: jax.Array, sizes: tuple[int, ...]) -> Layers:
 
 
 def evaluate(layers: Layers, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The mean cross entropy and the accuracy over the whole batch, that is over the parts of all processes."""
+    """Return the mean cross entropy and the accuracy over the whole batch: over the parts of all processes."""
     x, digits, weights = batch
     for layer in layers[:-1]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
@@ -116,7 +116,7 @@ def main() -> None:
         jax.block_until_ready(layers)
         times.append((time.perf_counter() - begin) / (stop - done))
         done = stop
-        # All processes must take part in what is computed here, though one alone prints it.
+        # All processes must take part in this computation, though one alone prints the result.
         (loss, _), (_, accuracy) = measure(layers, training), measure(layers, test)
         line = f"step {done:5}: loss {float(loss):.5f}, test accuracy {float(accuracy):.4f}"
         if jax.process_index() == 0:

@@ -1,13 +1,13 @@
-"""A global sum inside a jitted function, with its derivative.
+"""A global sum inside a jitted function, with the derivative.
 
-On n processes, each holds four of the numbers 1 ... 4n. All get the sum of all squares, and each gets the
-derivative of that sum with respect to its own numbers x, which is 2 x, without knowing the others'.
+Each of n processes holds four of the numbers 1 ... 4n. All get the sum of all squares. Each also gets the
+derivative of that sum with respect to its own numbers x, which is 2 x, without knowing the numbers of the others.
 
     python global_sum.py                    # sum of squares of 1 ... 4: 30.0
     mpiexec -n 2 python global_sum.py       # sum of squares of 1 ... 8: 204.0
     mpiexec -n 4 python global_sum.py       # sum of squares of 1 ... 16: 1496.0
 
-Rank 0 prints this and its gradient, [2. 4. 6. 8.] each time; every rank compares with the closed formula.
+Rank 0 prints this and the gradient, [2. 4. 6. 8.] each time. Every rank compares with the closed formula.
 """
 
 import jax

@@ -1,17 +1,17 @@
-"""A graph network learns how heat spreads over a graph, whose vertices are divided among the processes.
+"""A graph network learns how heat spreads over a graph. The vertices are divided among the processes.
 
-The graph joins points in a square that are close to each other, and some that are not. What the network learns is two
-time steps of a diffusion that is slow where heat changes much from one vertex to the next (Perona and Malik, 1990). It
-passes messages along the edges in two rounds. Before each a process gets the features of those vertices of others from
-which its own edges come, by `IndexMap.exchange`; the gradient travels back the same way.
+The graph joins points in a square that are close to each other, and some that are not. The network learns two time
+steps of a diffusion that is slow where heat changes much from one vertex to the next (Perona and Malik, 1990). It
+passes messages along the edges in two rounds. Some edges of a process come from vertices of other processes. Before
+each round `IndexMap.exchange` brings the features of these vertices; the gradient travels back the same way.
 
     python graph_network.py                                     # one process
     python -m jaxmpi.run -n 2 graph_network.py                  # the same result on two, or any other number
     python -m jaxmpi.run -n 4 graph_network.py --vertices 4000  # a larger graph
 
-The first loss and gradient are compared with those that rank 0 finds alone, from the whole graph and without MPI. A run
-shows a progress bar, prints both comparisons, with the one process and of the trained network with the truth, writes
-`graph-network.png` and prints where it is.
+Rank 0 computes the first loss and gradient alone, too, from the whole graph and without MPI, and compares. A run shows
+a progress bar, prints this comparison and that of the trained network with the truth, writes `graph-network.png` and
+prints where it is.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tqdm import tqdm
 import jaxmpi
 from jaxmpi.notoken import allreduce
 
-NEIGHBOURS, SHORTCUTS = 6, 0.05  # how many edges a vertex has, about; the share of those that go anywhere
+NEIGHBOURS, SHORTCUTS = 6, 0.05  # about how many edges a vertex has; the share of edges that go anywhere
 DIFFUSIVITY, STEEP = 0.25, 1.0  # of a time step; the difference between two vertices that halves it
 TIME_STEPS = ROUNDS = 2
 FEATURES = 16  # of a vertex, in the network
@@ -46,18 +46,18 @@ Parameters = dict[str, Any]
 
 
 class Graph(NamedTuple):
-    """Directed edges, each pair of neighbours twice: here or in the whole graph, as the numbers of vertices say."""
+    """Directed edges, each pair of neighbours twice. Vertex numbers are of this process or of the whole graph."""
 
     senders: np.ndarray
     receivers: np.ndarray
     weights: np.ndarray
 
 
-# The data: all processes make the same, and take their parts.
+# The data: all processes make the whole, and take their parts.
 
 
 def make_graph(number: int, generator: np.random.Generator) -> tuple[np.ndarray, Graph]:
-    """The places of the vertices and the whole graph; the shorter an edge, the larger its weight."""
+    """Return the places of the vertices and the whole graph. Shorter edges have larger weights."""
     points = generator.random((number, 2))
     radius = np.sqrt(NEIGHBOURS / (np.pi * number))
     near = KDTree(points).query_pairs(radius, output_type="ndarray")
@@ -69,14 +69,14 @@ def make_graph(number: int, generator: np.random.Generator) -> tuple[np.ndarray,
 
 
 def draw_fields(points: np.ndarray, number: int, generator: np.random.Generator) -> np.ndarray:
-    """Random heat, (vertices, number): warm and cold regions with sharp borders, and noise."""
+    """Return random heat, (vertices, number): warm and cold regions with sharp borders, and noise."""
     waves, phases = generator.normal(scale=5, size=(2, 3, number)), generator.uniform(0, 2 * np.pi, (3, number))
     regions = np.tanh(3 * np.cos(np.einsum("vx,xwn->vwn", points, waves) + phases).sum(axis=1))
     return regions + 0.3 * generator.standard_normal(regions.shape)
 
 
 def diffuse(u: np.ndarray, graph: Graph) -> np.ndarray:
-    """The truth: u after the time steps."""
+    """Return the truth: u after the time steps."""
     for _ in range(TIME_STEPS):
         difference = u[graph.senders] - u[graph.receivers]
         flow = DIFFUSIVITY * graph.weights[:, None] * difference / (1 + (difference / STEEP) ** 2)
@@ -112,7 +112,7 @@ def apply(layers: Layers, x: jax.Array) -> jax.Array:
 
 
 def predict(parameters: Parameters, u: jax.Array, graph: Graph, exchange: Callable) -> jax.Array:
-    """u after the time steps, (vertices, fields). `exchange` adds to the features of vertices those of ghosts."""
+    """Return u after the time steps, (vertices, fields). `exchange` appends the features of ghosts."""
     h = apply(parameters["encoder"], u[..., None])
     weights = jnp.broadcast_to(graph.weights[:, None, None], (len(graph.weights), u.shape[1], 1))
     for message, update in parameters["rounds"]:
@@ -127,7 +127,7 @@ def predict(parameters: Parameters, u: jax.Array, graph: Graph, exchange: Callab
 
 
 def gather(values: jax.Array, numbers: np.ndarray) -> np.ndarray | None:
-    """On rank 0 the values of all processes, each at its number in the whole graph."""
+    """Return on rank 0 the values of all processes, ordered as in the whole graph."""
     parts = COMM.gather((numbers, np.asarray(values)))
     if parts is None:
         return None
@@ -189,7 +189,7 @@ def main() -> None:
         return vertices.exchange(vertices.pad(h))
 
     def loss(parameters: Parameters, u: jax.Array, truth: jax.Array) -> jax.Array:
-        """The mean square error over all vertices, of which this process has its own."""
+        """Return the mean square error over the vertices of all processes."""
         error = predict(jaxmpi.replicate(parameters), u, graph, exchange) - truth
         return allreduce(jnp.sum(error**2), MPI.SUM) / (options.vertices * u.shape[1])
 

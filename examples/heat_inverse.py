@@ -1,9 +1,9 @@
-"""How well a plate conducts, everywhere, found from temperatures that a few sensors have measured.
+"""The conductivity of a plate, everywhere, computed from temperatures that a few sensors have measured.
 
 A square plate with insulated rims has hot and cold spots at the start. While they fade, sensors on a lattice measure
-the temperature, with some noise. The conductivity k is sought in all cells: its logarithm is changed by the optimizer
-Adam until a simulation agrees with the data. The gradient comes from the simulation itself, backwards through its time
-loop, exchanges of halos included.
+the temperature, with some noise. The conductivity k is unknown in all cells. The optimizer Adam changes the logarithm
+until a simulation agrees with the data. The gradient comes from the simulation itself, backwards through the time loop,
+exchanges of halos included.
 
     python heat_inverse.py                          # one process
     python -m jaxmpi.run -n 2 heat_inverse.py       # the same result on two, or any other number
@@ -12,7 +12,7 @@ loop, exchanges of halos included.
 
 A run shows a progress bar with the loss, prints how far the estimate is from the truth before and after, writes
 `heat-inverse.png` and prints where it is. `--output` writes k of every tenth iteration. `--checkpoints` keeps the last
-estimates with the state of the optimizer, from which `--restart` goes on, on any number of processes.
+estimates with the state of the optimizer. `--restart` goes on from them, on any number of processes.
 
 The model and the loss, with temperature T, data D of each sensor and time, and G a field of all cells:
 
@@ -41,7 +41,7 @@ from jaxmpi import io
 from jaxmpi.notoken import allreduce
 
 EDGE = 0.1  # of the plate [m]
-MEAN = 1e-5  # about the conductivity, divided by the heat capacity: what is first guessed [m2/s]
+MEAN = 1e-5  # about the conductivity, divided by the heat capacity: the first guess [m2/s]
 MOST = 6 * MEAN  # conductivity for which the time step is stable [m2/s]
 DURATION = 6.0  # of the experiment [s]
 TIMES = 12  # at which the sensors measure
@@ -57,12 +57,12 @@ SEED = 0  # of the noise
 
 
 def with_halo(field: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """The block and one cell more at each side; beyond a rim is what lies before it, so that no heat flows there."""
+    """Return the block and one cell more at each side. Beyond a rim the last cell is repeated: no heat flows there."""
     return grid.exchange(grid.pad(field), corners=False, boundary="edge")
 
 
 def advance(t: jax.Array, k_x: jax.Array, k_y: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """One time step; `k_x`, `k_y` are the conductivities of the cells' faces, times the step over the cell's area."""
+    """Do a time step; `k_x`, `k_y` are the conductivities of the cells' faces, times the step over the cell's area."""
     padded = with_halo(t, grid)
     flow_x = k_x * jnp.diff(padded[1:-1], axis=1)
     flow_y = k_y * jnp.diff(padded[:, 1:-1], axis=0)
@@ -70,9 +70,9 @@ def advance(t: jax.Array, k_x: jax.Array, k_y: jax.Array, grid: jaxmpi.Grid) -> 
 
 
 def simulate(g: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """T at each of the TIMES, shape (TIMES, ny, nx).
+    """Return T at each of the TIMES, shape (TIMES, ny, nx).
 
-    Between two of them nothing is stored for the gradient; it is computed a second time.
+    Nothing between two of them is stored for the gradient; it is computed a second time.
     """
     cell = EDGE / grid.global_shape[0]
     steps = math.ceil(DURATION / TIMES * 4 * MOST / cell**2)
@@ -90,9 +90,9 @@ def simulate(g: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
 
 
 def loss_of(g: jax.Array, data: jax.Array, sensors: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """The same number on all processes; `sensors` is 1 in cells with a sensor, and 0 in others."""
+    """Return the loss, the same on all processes; `sensors` is 1 in cells with a sensor, and 0 in others."""
     misfit = jnp.sum(sensors * (simulate(g, grid) - data) ** 2) / NOISE**2
-    # With a halo behind the block alone each pair of neighbours is counted once.
+    # The halo is only behind the block: so each pair of neighbours counts once.
     padded = grid.exchange(grid.pad(g, [(0, 1)] * 2), [(0, 1)] * 2, corners=False, boundary="edge")
     roughness = jnp.sum(jnp.diff(padded[:-1], axis=1) ** 2) + jnp.sum(jnp.diff(padded[:, :-1], axis=0) ** 2)
     misfit, count, roughness = allreduce((misfit, TIMES * jnp.sum(sensors), roughness), MPI.SUM)
@@ -103,19 +103,19 @@ def loss_of(g: jax.Array, data: jax.Array, sensors: jax.Array, grid: jaxmpi.Grid
 
 
 def places(grid: jaxmpi.Grid) -> tuple[np.ndarray, np.ndarray]:
-    """x and y of the middles of this process's cells, relative to EDGE."""
+    """Return x and y of the middles of this process's cells, relative to EDGE."""
     y, x = (np.mgrid[grid.slices] + 0.5) / grid.global_shape[0]
     return x, y
 
 
 def spots(grid: jaxmpi.Grid) -> jax.Array:
-    """T at the start."""
+    """Return T at the start."""
     x, y = places(grid)
     return jnp.asarray(AMPLITUDE * np.cos(SPOTS * np.pi * x) * np.cos(SPOTS * np.pi * y))
 
 
 def truth(grid: jaxmpi.Grid) -> jax.Array:
-    """G of the plate: one part that conducts well, and two that conduct badly."""
+    """Return G of the plate: one part that conducts well, and two that conduct badly."""
     x, y = places(grid)
 
     def blob(x_0: float, y_0: float, width: float) -> np.ndarray:
@@ -125,10 +125,10 @@ def truth(grid: jaxmpi.Grid) -> jax.Array:
 
 
 def experiment(grid: jaxmpi.Grid) -> tuple[jax.Array, jax.Array]:
-    """The data of all times, noise included, and where the sensors are."""
+    """Return the data of all times, noise included, and the places of the sensors."""
     lattice = np.zeros(grid.global_shape)
     lattice[SPACING // 2 :: SPACING, SPACING // 2 :: SPACING] = 1
-    # Every process draws the noise of the whole plate, and takes that of its block: the same on any number of them.
+    # Every process draws the noise of the whole plate and takes its block: the same on any number of processes.
     noise = NOISE * np.random.default_rng(SEED).standard_normal((TIMES, *grid.global_shape))
     data = jaxmpi.jit(partial(simulate, grid=grid))(truth(grid)) + grid.scatter(noise, None)
     return data, grid.scatter(lattice, None)
@@ -138,14 +138,14 @@ def experiment(grid: jaxmpi.Grid) -> tuple[jax.Array, jax.Array]:
 
 
 def distance(g: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """Of k from the truth, root mean square, relative to that of the truth."""
+    """Return the distance of k from the truth, root mean square, relative to the root mean square of the truth."""
     k, true = jnp.exp(g), jnp.exp(truth(grid))
     off, size = allreduce((jnp.sum((k - true) ** 2), jnp.sum(true**2)), MPI.SUM)
     return jnp.sqrt(off / size)
 
 
-def save_picture(path: Path, true: np.ndarray, found: np.ndarray, losses: np.ndarray) -> None:
-    """Draws both conductivities and the loss of all iterations."""
+def save_picture(path: Path, true: np.ndarray, estimate: np.ndarray, losses: np.ndarray) -> None:
+    """Draw both conductivities and the loss of all iterations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -153,7 +153,7 @@ def save_picture(path: Path, true: np.ndarray, found: np.ndarray, losses: np.nda
 
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     extent = (0, 100 * EDGE, 0, 100 * EDGE)
-    for place, field, title in zip(axes, (true, found), ("truth", "estimate"), strict=False):
+    for place, field, title in zip(axes, (true, estimate), ("truth", "estimate"), strict=False):
         image = place.imshow(field, extent=extent, origin="lower", vmin=true.min(), vmax=true.max())
         place.set_title(title, loc="left")
         place.set_xlabel("x [cm]")
@@ -205,7 +205,7 @@ def main() -> None:
         newest = io.latest(options.checkpoints)
         if newest is None:
             raise SystemExit(f"--restart: there is no complete estimate in {options.checkpoints}")
-        # The optimizer's state has types of its own, so the file alone does not say what to make of it.
+        # The optimizer's state has special types, which the file does not have.
         like = {"g": g, "state": state, "losses": losses, "done": 0}
         g, state, losses, begin = map(io.load(newest, grid=grid, like=like).get, like)
     with contextlib.ExitStack() as stack:
@@ -226,17 +226,17 @@ def main() -> None:
                 io.checkpoint(options.checkpoints, tree, grid=grid, keep=2)
 
     after = distance(g, grid)
-    true, found = grid.gather((MEAN * jnp.exp(truth(grid)), MEAN * jnp.exp(g)))
+    true, estimate = grid.gather((MEAN * jnp.exp(truth(grid)), MEAN * jnp.exp(g)))
     if rank != 0:
         return
     print(f"{grid.comm.size} processes, loss {losses[0]:.6g} before, {losses[-1]:.6g} after")
     print(f"Relative error of k: {float(before):.3f} before, {float(after):.3f} after")
     options.output_dir.mkdir(parents=True, exist_ok=True)
     picture = (options.output_dir / "heat-inverse.png").resolve()
-    save_picture(picture, np.asarray(true), np.asarray(found), losses)
+    save_picture(picture, np.asarray(true), np.asarray(estimate), losses)
     print(f"Picture: {picture}")
     if options.save_state:
-        np.savez(options.save_state, k=found, truth=true, losses=losses)
+        np.savez(options.save_state, k=estimate, truth=true, losses=losses)
         print(f"State: {options.save_state.resolve()}")
 
 

@@ -1,9 +1,9 @@
 """Heat conduction in a plate with a pipe through it, by finite elements on triangles, and how to improve the design.
 
-The plate is heated around one place and insulated at its walls; the pipe is kept at zero. The steady temperature u is
-found by conjugate gradients, and with it the gradients of its mean with respect to the conductivity k of each triangle
-and to the places of all vertices: so to the shape of the pipe. They cost one more solution, the adjoint one. Both are
-compared with difference quotients, the second one where the pipe moves to the right.
+The plate is heated around one place and insulated at the walls; the pipe is kept at zero. Conjugate gradients compute
+the steady temperature u, and the gradients of the mean of u with respect to the conductivity k of each triangle and to
+the places of all vertices: so to the shape of the pipe. The gradients cost one more solution, the adjoint one. Both are
+compared with difference quotients; for the second one the pipe moves to the right.
 
     python mesh_poisson.py                                      # one process
     python -m jaxmpi.run -n 2 mesh_poisson.py                   # the same result on two, or any other number
@@ -15,9 +15,9 @@ The equation, on the unit square with lengths, k and u without units:
 
     -div(k grad u) = f,    u = 0 on the pipe,    du/dn = 0 at the walls
 
-Elements are linear: u is given by its values at the vertices. Each process owns some vertices, and the triangles whose
-first corner is one of them; other corners may be ghosts, vertices of its neighbours. `IndexMap.exchange` copies values
-to the ghosts, `IndexMap.accumulate` adds what triangles contribute to ghosts to the vertices of the owners.
+Elements are linear: the values at the vertices define u. Each process owns some vertices, and the triangles whose first
+corner is one of them. Other corners may be ghosts, vertices of neighbours. `IndexMap.exchange` copies values to the
+ghosts. `IndexMap.accumulate` adds the triangles' contributions to ghosts to the vertices of the owners.
 """
 
 import argparse
@@ -38,8 +38,8 @@ import jaxmpi
 from jaxmpi.notoken import allreduce
 
 CENTRE, RADIUS = np.array([0.35, 0.4]), 0.1  # of the pipe
-HEATED, WIDTH = np.array([0.75, 0.7]), 0.15  # where the plate is
-FINER = 3  # how much shorter edges are at the pipe
+HEATED, WIDTH = np.array([0.75, 0.7]), 0.15  # the heated place
+FINER = 3  # the factor by which edges are shorter at the pipe
 SMOOTHINGS = 30  # of the mesh
 TOLERANCE = 1e-12  # of the residual, relative to the right-hand side
 MOST_ITERATIONS = 10_000  # of one solution
@@ -50,14 +50,14 @@ SEED = 0
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
 Pair = tuple[jax.Array, jax.Array]
-"""For k, one value per triangle of this process, and x, the places of the vertices that it owns."""
+"""For k, one value per triangle of this process, and for x, the places of the own vertices."""
 
 
 # The mesh.
 
 
 def make_mesh(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places of all vertices (n, 2), which of them are on the pipe (n,), and the corners of all triangles (m, 3).
+    """Return the places of all vertices (n, 2), which are on the pipe (n,), and the corners of all triangles (m, 3).
 
     Edges have about the length 1/size, and less at the pipe.
     """
@@ -73,7 +73,7 @@ def make_mesh(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     side, zero = np.arange(size) / size, np.zeros(size)
     walls = [(side, zero), (1 + zero, side), (1 - side, 1 + zero), (zero, 1 - side)]
     fixed = np.concatenate([pipe, *(np.stack(wall, axis=1) for wall in walls)])
-    # Of a fine lattice so many points that their density is right; then each moves to the middle of its neighbours.
+    # Points of a fine lattice, as many as the density needs. Then each moves to the middle of the neighbours.
     fine = 1 / (FINER * size)
     lattice = (np.mgrid[: FINER * size, : FINER * size] * fine).reshape(2, -1).T
     chance = (fine / length(lattice)) ** 2
@@ -86,11 +86,11 @@ def make_mesh(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         points[len(fixed) :] = middles[len(fixed) :]
     on_pipe = np.arange(len(points)) < len(pipe)
     cells = Delaunay(points).simplices
-    return points, on_pipe, cells[~on_pipe[cells].all(axis=1)]  # without those inside the pipe
+    return points, on_pipe, cells[~on_pipe[cells].all(axis=1)]  # without triangles inside the pipe
 
 
 def bisect(points: np.ndarray, parts: int) -> np.ndarray:
-    """The part of each point: halves along the longer side, halves of these and so on, for any number of parts."""
+    """Return the part of each point: halves along the longer side, halves of these and so on; any number of parts."""
     part = np.zeros(len(points), int)
 
     def divide(chosen: np.ndarray, first: int, count: int) -> None:
@@ -108,16 +108,16 @@ def bisect(points: np.ndarray, parts: int) -> np.ndarray:
 
 
 class Mesh(NamedTuple):
-    """What one process has of the mesh."""
+    """The mesh as one process has it."""
 
     map: jaxmpi.IndexMap
-    """Of the vertices."""
+    """The map of the vertices."""
     triangles: np.ndarray
-    """Their numbers in the whole mesh."""
+    """The numbers of the own triangles in the whole mesh."""
     cells: np.ndarray
-    """The corners of these triangles, by local numbers: (triangles, 3)."""
+    """The corners of the own triangles, by local numbers: (triangles, 3)."""
     free: np.ndarray
-    """Which of its own vertices are not on the pipe."""
+    """Which of the own vertices are not on the pipe."""
 
 
 def take_part(on_pipe: np.ndarray, cells: np.ndarray, owner: np.ndarray) -> Mesh:
@@ -132,30 +132,30 @@ def take_part(on_pipe: np.ndarray, cells: np.ndarray, owner: np.ndarray) -> Mesh
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of fields, over all processes."""
+    """Return the product of two fields, over all processes."""
     return allreduce(jnp.vdot(a, b), MPI.SUM)
 
 
 def at_corners(field: jax.Array, mesh: Mesh) -> jax.Array:
-    """Values at the corners of all triangles: (triangles, 3, ...)."""
+    """Return the values at the corners of all triangles: (triangles, 3, ...)."""
     return mesh.map.exchange(mesh.map.pad(field))[mesh.cells]
 
 
 def assemble(values: jax.Array, mesh: Mesh) -> jax.Array:
-    """The field whose value at a vertex is the sum over the triangles around it; `values` is (triangles, 3)."""
+    """Return the field whose value at a vertex is the sum over the triangles around it; `values` is (triangles, 3)."""
     owned, ghosts = mesh.map.sizes
     sums = jax.ops.segment_sum(values.ravel(), mesh.cells.ravel(), owned + ghosts)
     return mesh.map.accumulate(sums)[:owned]
 
 
 def areas(corners: jax.Array) -> jax.Array:
-    """Of triangles with these corners: (triangles, 3, 2)."""
+    """Return the areas of triangles with these corners: (triangles, 3, 2)."""
     a, b = corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]
     return (a[:, 0] * b[:, 1] - a[:, 1] * b[:, 0]) / 2
 
 
 def stiffness(corners: jax.Array, k: jax.Array) -> jax.Array:
-    """Integrals of k grad(p_i) grad(p_j) over each triangle, where p_i is linear, one at corner i and zero at others.
+    """Return integrals of k grad(p_i) grad(p_j) over each triangle; p_i is linear, one at corner i and zero at others.
 
     The gradient of p_i is the opposite edge, turned by a right angle, over twice the area.
     """
@@ -164,13 +164,13 @@ def stiffness(corners: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def operator(matrices: jax.Array, mesh: Mesh, u: jax.Array) -> jax.Array:
-    """-div(k grad u), integrated with the function p of each vertex; on the pipe, where u is known, just u."""
+    """Return -div(k grad u), integrated with the function p of each vertex; on the pipe, where u is known, just u."""
     flows = jnp.einsum("tij,tj->ti", matrices, at_corners(u * mesh.free, mesh))
     return jnp.where(mesh.free, assemble(flows, mesh), u)
 
 
 def conjugate_gradients(apply: Callable[[jax.Array], jax.Array], b: jax.Array, report: Callable) -> jax.Array:
-    """Solves apply(x) = b for a symmetric positive definite `apply`; `report` is told of each iteration."""
+    """Solve apply(x) = b for a symmetric positive definite `apply`; `report` is called in each iteration."""
     size = dot(b, b)
 
     def goes_on(state: tuple) -> jax.Array:
@@ -190,12 +190,12 @@ def conjugate_gradients(apply: Callable[[jax.Array], jax.Array], b: jax.Array, r
 
 
 def mean_temperature(k: jax.Array, x: jax.Array, mesh: Mesh, report: Callable):
-    """Over the plate; also u and the relative residual. Triangles that move keep their k, the heated place stays.
+    """Return the mean of u, u and the relative residual. Triangles that move keep their k, the heated place stays.
 
     The derivatives of u are solutions of the same equation: nothing is differentiated iteration by iteration.
     """
     corners = at_corners(x, mesh)
-    shares = assemble(jnp.repeat(areas(corners)[:, None] / 3, 3, axis=1), mesh)  # of each vertex in the area
+    shares = assemble(jnp.repeat(areas(corners)[:, None] / 3, 3, axis=1), mesh)  # the part of each vertex in the area
     heat = mesh.free * shares * jnp.exp(-jnp.sum((x - HEATED) ** 2, axis=1) / (2 * WIDTH**2))
     apply = partial(operator, stiffness(corners, k), mesh)
     u = lax.custom_linear_solve(apply, heat, partial(conjugate_gradients, report=report), symmetric=True)
@@ -204,7 +204,7 @@ def mean_temperature(k: jax.Array, x: jax.Array, mesh: Mesh, report: Callable):
 
 
 def relative_error(value: Callable, at: Pair, gradients: Pair, direction: Pair) -> jax.Array:
-    """Of the derivative in a direction by the gradients, compared with a difference quotient."""
+    """Return the error of the derivative in a direction by the gradients, relative to a difference quotient."""
     there, back = (value(*(y + step * d for y, d in zip(at, direction, strict=True))) for step in (STEP, -STEP))
     derivative = sum(dot(gradient, d) for gradient, d in zip(gradients, direction, strict=True))
     return jnp.abs(derivative / ((there - back) / (2 * STEP)) - 1)
@@ -214,7 +214,7 @@ def relative_error(value: Callable, at: Pair, gradients: Pair, direction: Pair) 
 
 
 def gather(values: jax.Array, numbers: np.ndarray) -> np.ndarray | None:
-    """On rank 0 the values of all processes, each at its number in the whole mesh."""
+    """Return on rank 0 the values of all processes, ordered as in the whole mesh."""
     parts = COMM.gather((numbers, np.asarray(values)))
     if parts is None:
         return None
@@ -223,7 +223,7 @@ def gather(values: jax.Array, numbers: np.ndarray) -> np.ndarray | None:
 
 
 def make_report(bar: tqdm) -> Callable[[jax.Array, jax.Array], None]:
-    """What shows the iterations of a solution as they are done."""
+    """Return a function that shows the iterations of a solution in a progress bar."""
 
     def show(square: np.ndarray) -> None:
         bar.set_postfix_str(f"residual {square**0.5:.1e}", refresh=False)
@@ -237,7 +237,7 @@ def make_report(bar: tqdm) -> Callable[[jax.Array, jax.Array], None]:
 
 
 def save_picture(path: Path, fields: dict[str, np.ndarray], owner: np.ndarray, area: np.ndarray) -> None:
-    """Draws the parts of the mesh, the temperature, and where k and the pipe should change."""
+    """Draw the parts of the mesh, the temperature, and where k and the pipe should change."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -284,7 +284,7 @@ def main() -> None:
     x = jnp.asarray(points[mesh.map.owned])
     middles = points[cells].mean(axis=1)[mesh.triangles]
     k = jnp.asarray(np.exp(np.sin(6 * middles[:, 0]) * np.cos(5 * middles[:, 1])))
-    # Every process draws the whole direction and takes its part, so that it is the same on any number of them.
+    # Every process draws the whole direction and takes its part: the same on any number of processes.
     noise = np.random.default_rng(SEED).standard_normal(len(cells))[mesh.triangles]
     from_pipe = jnp.hypot(*(x - CENTRE).T) - RADIUS
     to_the_right = jnp.clip(1 - from_pipe / 0.2, 0, 1)[:, None] * jnp.array([1.0, 0.0])

@@ -1,7 +1,7 @@
 """Halos that travel while the cells that need none are computed: the times with and without, and a timeline.
 
 Heat spreads on a sheet that is divided among processes. A step exchanges halos of 8 cells and then makes 8 sweeps of a
-stencil, after which the cells of the block are right. It is made in two ways:
+stencil. After them the cells of the block are right. There are two ways to do a step:
 
     without overlap    u = grid.exchange(u); the whole block
     with overlap       request = grid.start(u); the interior of the block, which needs no halo;
@@ -12,11 +12,11 @@ Both give the same numbers, to the last bit. They take turns, and the time of a 
     python -m jaxmpi.run -n 2 overlap.py                  # or any other number
     python -m jaxmpi.run -n 2 overlap.py --save           # with overlap.png, a timeline of the last steps
 
-What is gained is the time in which messages travel, and that in which a neighbour is late by chance; what is lost,
-the time to compute the rim in pieces. Messages are moved by a processor: on one machine with as many processes as cores
-overlap hides waiting, but no work (docs/nonblocking.md).
+Overlap gains the time in which messages travel, and the time in which a neighbour is late by chance. It loses the time
+to compute the rim in pieces. A processor moves the messages: on one machine with as many processes as cores overlap
+hides waiting, but no work (docs/nonblocking.md).
 
-The picture needs all processes on one machine, since it is drawn by their clocks.
+The picture needs all processes on one machine, because it uses their clocks.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def parse_options() -> argparse.Namespace:
 
 
 options = parse_options()
-if options.save:  # jaxmpi looks for it as it is imported
+if options.save:  # jaxmpi reads it at import
     os.environ["JAXMPI_TRACE"] = str(options.output_dir / TIMELINE)
 
 import jax  # noqa: E402
@@ -65,9 +65,9 @@ Step = Callable[[jax.Array], jax.Array]
 
 
 def sweeps(u: jax.Array) -> jax.Array:
-    """Of an array of (a, b) cells the inner (a - 2 WIDTH, b - 2 WIDTH), after WIDTH sweeps.
+    """Return the inner (a - 2 WIDTH, b - 2 WIDTH) of (a, b) cells, after WIDTH sweeps.
 
-    Each sweep leaves the outermost cells alone, so what is wrong comes nearer by one cell each time. A cell becomes a
+    Each sweep leaves the outermost cells unchanged, so wrong values come nearer by one cell each time. A cell becomes a
     mean with weights that are powers of two: so rounding does not depend on how the compiler orders the products.
     """
 
@@ -79,7 +79,7 @@ def sweeps(u: jax.Array) -> jax.Array:
 
 
 def make_steps(grid: jaxmpi.Grid) -> tuple[Step, Step]:
-    """A step without overlap and one with it, of a block with its halo."""
+    """Return a step without overlap and one with it, for a block with a halo."""
 
     def plain(u: jax.Array) -> jax.Array:
         u = grid.exchange(u, WIDTH)
@@ -89,7 +89,7 @@ def make_steps(grid: jaxmpi.Grid) -> tuple[Step, Step]:
         request = grid.start(u, WIDTH)
         interior = sweeps(u[INNER, INNER])
         u, interior = grid.finish(request, after=interior)
-        rim = 3 * WIDTH  # cells from which WIDTH of them come
+        rim = 3 * WIDTH  # cells from which the WIDTH cells of the rim come
         north, south = sweeps(u[:rim]), sweeps(u[-rim:])
         west, east = sweeps(u[INNER, :rim]), sweeps(u[INNER, -rim:])
         middle = jnp.concatenate([west, interior, east], axis=1)
@@ -99,14 +99,14 @@ def make_steps(grid: jaxmpi.Grid) -> tuple[Step, Step]:
 
 
 def initial_temperatures(shape: tuple[int, int]) -> np.ndarray:
-    """Some hot disks."""
+    """Return some hot disks."""
     y, x = np.mgrid[: shape[0], : shape[1]] / np.reshape(shape, (2, 1, 1))
     disks = ((0.2, 0.3, 0.1), (0.5, 0.5, 0.2), (0.8, 0.1, 0.05), (0.7, 0.8, 0.1))
     return sum(((y - cy) ** 2 + (x - cx) ** 2 < radius**2).astype(np.float32) for cy, cx, radius in disks)
 
 
 def timed(run: Step, u: jax.Array, comm) -> tuple[float, jax.Array]:
-    """The seconds that a turn takes on the slowest rank, and its result."""
+    """Return the seconds that a turn takes on the slowest rank, and the result."""
     comm.Barrier()
     begin = time.perf_counter()
     u = jax.block_until_ready(run(u))
@@ -117,9 +117,9 @@ def timed(run: Step, u: jax.Array, comm) -> tuple[float, jax.Array]:
 
 
 def own_events(rank: int) -> list[dict]:
-    """The operations of this process up to a barrier, from its file, which is written every tenth of a second."""
+    """Return the operations of this process up to a barrier. jaxmpi writes them every tenth of a second."""
     folder = options.output_dir / TIMELINE
-    path = max(folder.glob(f"*.{rank:05d}.json"))  # that of the newest job, whose name begins with its time
+    path = max(folder.glob(f"*.{rank:05d}.json"))  # of the newest job: names begin with the time
     until = time.monotonic() + 20
     while time.monotonic() < until:
         events = [json.loads(line.removesuffix(",")) for line in path.read_text().splitlines()[1:] if line != "]"]
@@ -130,26 +130,26 @@ def own_events(rank: int) -> list[dict]:
 
 
 def last_steps(events: list[dict]) -> tuple[list[dict], list[dict]]:
-    """SHOWN steps without overlap, and with it, and the first operation of the next."""
+    """Return SHOWN steps without overlap, and with it, and the first operation of the next step."""
     plain = [event for event in events if event["name"] == "Grid.exchange"]
     overlapped = [event for event in events if event["name"] != "Grid.exchange"]
     return plain[-SHOWN - 1 :], overlapped[-2 * SHOWN - 2 : -1]
 
 
 def spans(events: list[dict]) -> list[tuple[str, float, float]]:
-    """What a process does, when, and for how long, in milliseconds: its operations, and what is between them."""
-    found = []
+    """Return what a process does, when, and for how long, in milliseconds: operations, and computation between them."""
+    parts = []
     between = {"Grid.exchange": "whole block", "Grid.start": "interior", "Grid.finish": "rim"}
     names = {"Grid.exchange": "exchange", "Grid.start": "start", "Grid.finish": "wait"}
     for event, following in itertools.pairwise(events):
         end = event["ts"] + event["dur"]
-        found.append((names[event["name"]], event["ts"] / 1e3, event["dur"] / 1e3))
-        found.append((between[event["name"]], end / 1e3, (following["ts"] - end) / 1e3))
-    return found
+        parts.append((names[event["name"]], event["ts"] / 1e3, event["dur"] / 1e3))
+        parts.append((between[event["name"]], end / 1e3, (following["ts"] - end) / 1e3))
+    return parts
 
 
 def save_picture(path: Path, timelines: list[list[dict]]) -> None:
-    """Draws the last steps of each way; `timelines`: of each rank."""
+    """Draw the last steps of each way; `timelines`: of each rank."""
     import matplotlib
 
     matplotlib.use("Agg")

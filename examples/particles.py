@@ -1,10 +1,10 @@
 """A lattice of particles that attract each other becomes a dense gas: molecular dynamics in a periodic square.
 
-The square is divided in cells, and the cells among the processes. Particles whose cell is another process's move there
-in each step, with all that they carry, by `jaxmpi.migrate`. Forces are short-ranged: each process sorts its particles
-into an array with room for some in each cell, and the cells around its own come from its neighbours by `Grid.exchange`.
-The result is the same on any number of processes. It is compared with one process alone, and the derivative of the
-kinetic energy with respect to the temperature at the beginning with a difference quotient.
+The square is divided in cells, and the cells among the processes. When a particle enters a cell of another process,
+`jaxmpi.migrate` moves it there in the same step, with all data. Forces are short-ranged. Each process sorts
+particles into an array with room for some in each cell, and `Grid.exchange` brings the neighbours' cells around it. The
+result is the same on any number of processes, and is compared with one process alone. The derivative of the kinetic
+energy with respect to the temperature at the beginning is compared with a difference quotient.
 
     python particles.py                                                 # one process
     python -m jaxmpi.run -n 4 particles.py --save-animation             # the same result on four, or any other number
@@ -12,8 +12,8 @@ kinetic energy with respect to the temperature at the beginning with a differenc
 A run shows a progress bar, prints the comparisons, writes `particles.png` (if asked, `particles.gif` too) and prints
 where they are.
 
-The potential is that of Lennard and Jones, 4 (r^-12 - r^-6), shifted such that it and the force end at r = 2.5; units
-are those of the potential and the mass. Steps are Verlet's with velocities.
+The potential of Lennard and Jones, 4 (r^-12 - r^-6), is shifted so that potential and force end at r = 2.5. The
+potential and the mass define the units. Steps are Verlet's with velocities.
 """
 
 import argparse
@@ -37,7 +37,7 @@ REACH = 2.5  # of the force
 DENSITY, TEMPERATURE = 0.35, 0.45  # at the beginning
 TIME_STEP = 0.005
 FRAMES = 40  # how often a run stops for the progress bar and a frame of the animation
-COMPARED = 100  # steps that one process does as well
+COMPARED = 100  # steps that one process also does alone
 DERIVED = 20  # steps of the derivative
 STEP = 1e-4  # of the difference quotient, relative to the temperature
 SEED = 0
@@ -47,7 +47,7 @@ RANK = COMM.rank
 
 
 class Particles(NamedTuple):
-    """What moves between processes: arrays with room for more particles than there are."""
+    """The arrays that move between processes, with room for more particles than there are."""
 
     place: jax.Array
     velocity: jax.Array
@@ -55,7 +55,7 @@ class Particles(NamedTuple):
 
 
 class State(NamedTuple):
-    """This process's particles, which are the first `count`, the forces on them, and what is to be known of a run."""
+    """This process's particles (the first `count`), the forces on them, and figures of the run."""
 
     particles: Particles
     count: jax.Array
@@ -69,7 +69,7 @@ class Square:
     """A square with size times size particles, divided among the processes of a communicator."""
 
     size: int
-    room: int  # for how many particles each process has memory
+    room: int  # particles for which each process has memory
     in_cell: int  # and each cell
     comm: MPI.Comm
 
@@ -79,7 +79,7 @@ class Square:
 
     @property
     def cells(self) -> int:
-        """How many there are along a side, each as long as forces reach."""
+        """The number of cells along a side, each as long as forces reach."""
         return int(self.side / REACH)
 
     @cached_property
@@ -103,7 +103,7 @@ class Square:
 
 
 def make_particles(square: Square, temperature: float) -> tuple[Particles, jax.Array]:
-    """This process's of a lattice with random velocities: each process makes all of them and takes its own."""
+    """Return a lattice with random velocities: each process makes all particles and takes the local ones."""
     generator, number = np.random.default_rng(SEED), square.size**2
     place = (
         np.stack(np.divmod(np.arange(number), square.size), axis=1) + 0.5 + generator.uniform(-0.1, 0.1, (number, 2))
@@ -122,7 +122,7 @@ def make_particles(square: Square, temperature: float) -> tuple[Particles, jax.A
 
 
 def pair(square_of_distance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The potential of two particles, and the force between them divided by their distance."""
+    """Return the potential of two particles, and the force between them divided by their distance."""
     at_end = REACH**-6
     slope = -24 / REACH * (2 * at_end**2 - at_end)
     distance = jnp.sqrt(square_of_distance)
@@ -132,10 +132,10 @@ def pair(square_of_distance: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def forces(square: Square, particles: Particles, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The forces on this process's particles, their potential energy, and how many particles the fullest cell has."""
+    """Return the forces on this process's particles, their potential energy, and the number in the fullest cell."""
     grid, room = square.grid, square.in_cell
     ny, nx = grid.local_shape
-    # By cells, and in a cell by label: so forces are added in an order that depends on no division.
+    # By cells, and in a cell by label: so the order of the sums does not depend on the division.
     first = jnp.asarray([its.start for its in grid.slices], jnp.int32)
     cell = (square.cell(particles.place) - first) @ jnp.asarray([nx, 1], jnp.int32)
     cell = jnp.where(jnp.arange(square.room) < count, cell, ny * nx)  # padding comes last
@@ -151,7 +151,7 @@ def forces(square: Square, particles: Particles, count: jax.Array) -> tuple[jax.
 
     @jax.checkpoint  # else the derivative would keep all pairs of all steps
     def add(total: tuple[jax.Array, jax.Array], shift: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        """The forces by the particles of cells at some distance, and half of the potential."""
+        """Add the forces by the particles of cells at some distance, and half of the potential."""
         other = lax.dynamic_slice(around, shift, place.shape)
         possible = there[:, None] & lax.dynamic_slice(there_around, shift[1:], there.shape)
         possible &= ~np.eye(room, dtype=bool)[:, :, None, None] | jnp.any(shift[2:] != 1)
@@ -174,7 +174,7 @@ def begin(square: Square, particles: Particles, count: jax.Array) -> State:
 
 
 def advance(square: Square, state: State, steps: int) -> State:
-    """So many time steps."""
+    """Do `steps` time steps."""
 
     def step(state: State, _: None) -> tuple[State, None]:
         (place, velocity, label), count, force, _, fullest = state
@@ -196,7 +196,7 @@ def kinetic_energy(square: Square, state: State) -> jax.Array:
 
 
 def measure(square: Square, state: State) -> dict[str, jax.Array]:
-    """Of all particles: energies and momentum, and of all cells the fullest one."""
+    """Return energies and momentum of all particles, and the number in the fullest of all cells."""
     there = jnp.arange(square.room) < state.count
     momentum = jnp.sum(jnp.where(there[:, None], state.particles.velocity, 0.0), axis=0)
     return {
@@ -208,7 +208,7 @@ def measure(square: Square, state: State) -> dict[str, jax.Array]:
 
 
 def gather(square: Square, state: State) -> tuple[np.ndarray, ...] | None:
-    """Places, velocities and owners of all particles in the order of their labels, on rank 0; None elsewhere."""
+    """Return places, velocities and owners of all particles in the order of their labels, on rank 0; None elsewhere."""
     owner = jnp.full(square.room, square.comm.rank)
     gathered, _ = gatherv((*state.particles, owner), state.count, 0, rows=square.size**2, comm=square.comm)
     if square.comm.rank != 0:
@@ -220,14 +220,14 @@ def gather(square: Square, state: State) -> tuple[np.ndarray, ...] | None:
 
 
 def later_energy(square: Square, particles: Particles, count: jax.Array, factor: jax.Array) -> jax.Array:
-    """The kinetic energy after some steps, with so many times the temperature at the beginning."""
-    factor = jaxmpi.replicate(factor)  # each process scales other particles, so its cotangents are added
+    """Return the kinetic energy after some steps, with `factor` times the temperature at the beginning."""
+    factor = jaxmpi.replicate(factor)  # each process scales other particles, so the cotangents are added
     particles = particles._replace(velocity=particles.velocity * jnp.sqrt(factor))
     return kinetic_energy(square, advance(square, begin(square, particles, count), DERIVED))
 
 
 def draw(axes, square: Square, place: np.ndarray, owner: np.ndarray):
-    """Particles in the colours of their owners, whose parts are divided by lines; returns the artist."""
+    """Draw particles in the colours of their owners, and lines between the owners' parts; return the artist."""
     for axis, line in enumerate((axes.axhline, axes.axvline)):
         for rank in range(square.comm.size):
             line(square.grid.slices_of(rank)[axis].start * square.side / square.cells, color="0.8", linewidth=0.8)
@@ -289,7 +289,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def run(square: Square, options: argparse.Namespace) -> tuple[list, dict[str, list]]:
-    """Advances with a progress bar. Returns frames, on rank 0, and what was measured at their times."""
+    """Advance with a progress bar. Return frames, on rank 0, and the measurements at their times."""
     step = jaxmpi.jit(lambda state, steps: advance(square, state, steps), static_argnums=1, donate_argnums=0)
     measured = jaxmpi.jit(lambda state: measure(square, state))
     state = jaxmpi.jit(lambda *given: begin(square, *given))(*make_particles(square, options.temperature))
@@ -314,7 +314,7 @@ def run(square: Square, options: argparse.Namespace) -> tuple[list, dict[str, li
 
 
 def after_some_steps(square: Square, temperature: float) -> tuple[np.ndarray, ...] | None:
-    """All particles after so many steps, on rank 0."""
+    """Return all particles after COMPARED steps, on rank 0."""
     particles, count = make_particles(square, temperature)
     state = jaxmpi.jit(lambda *given: advance(square, begin(square, *given), COMPARED))(particles, count)
     return gather(square, state)
@@ -330,7 +330,7 @@ def main() -> None:
         raise SystemExit(f"{square.cells} cells along a side, and 3 are needed: use a larger --size")
     frames, history = run(square, options)
 
-    found = after_some_steps(square, options.temperature)
+    together = after_some_steps(square, options.temperature)
     value = jaxmpi.jit(lambda factor, *given: later_energy(square, *given, factor))
     given = make_particles(square, options.temperature)
     slope = jaxmpi.jit(jax.grad(lambda factor, *given: later_energy(square, *given, factor)))(1.0, *given)
@@ -339,7 +339,7 @@ def main() -> None:
         return
 
     alone = after_some_steps(Square(options.size, number, options.in_cell, MPI.COMM_SELF), options.temperature)
-    apart = max(np.abs(a - b).max() for a, b in zip(found[:2], alone[:2], strict=True))
+    apart = max(np.abs(a - b).max() for a, b in zip(together[:2], alone[:2], strict=True))
     energies = np.add(history["kinetic"], history["potential"])
     momentum = np.abs(history["momentum"]).max()
     moved = np.mean(frames[0][2] != frames[-1][2])

@@ -1,9 +1,9 @@
-"""Heat conduction solved by conjugate gradients without a matrix, and how the solution depends on everything given.
+"""Heat conduction by conjugate gradients without a matrix, and the derivatives of the solution.
 
-A square or cubic body of uneven conductivity k is heated by f and kept at zero at its walls. Its steady temperature
-u is found, and with it the gradients with respect to f and to k, in all cells, of a misfit: half the mean square
-distance of u to a wanted temperature. They cost one more solution, the adjoint one. Both gradients are compared with
-difference quotients in a random direction.
+A square or cubic body of uneven conductivity k is heated by f and kept at zero at the walls. The program computes the
+steady temperature u, and a misfit: half the mean square distance of u to a wanted temperature. It also computes the
+gradients of the misfit with respect to f and to k, in all cells. They cost one more solution, the adjoint one. Both
+gradients are compared with difference quotients in a random direction.
 
     python poisson_cg.py                                                # one process, two dimensions
     python -m jaxmpi.run -n 2 poisson_cg.py                             # the same result on two, or any other number
@@ -16,7 +16,7 @@ The equation, on the unit square or cube with lengths, k and u without units:
     -div(k grad u) = f,    u = 0 at the walls
 
 in finite volumes. Heat that flows from one cell to the next passes half of each, so it meets the mean of their
-resistances 1/k. At a wall it only passes half of its own cell: the resistance beyond is zero, as is u.
+resistances 1/k. At a wall it passes only half of one cell: the resistance beyond is zero, as is u.
 """
 
 import argparse
@@ -35,19 +35,19 @@ from tqdm import tqdm
 import jaxmpi
 from jaxmpi.notoken import allreduce
 
-SIZES = {2: 128, 3: 32}  # cells per axis, unless something else is asked for
+SIZES = {2: 128, 3: 32}  # cells per axis by default
 TOLERANCE = 1e-12  # of the residual, relative to the right-hand side
 MOST_ITERATIONS = 10_000  # of one solution
 REPORT = 10  # iterations between two reports to the progress bar
 STEP = 1e-4  # of the difference quotients, relative to f and k
-SEED = 0  # of their directions
+SEED = 0  # of the directions
 
 Pair = tuple[jax.Array, jax.Array]
 """For f and k."""
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of fields, over all processes."""
+    """Return the product of two fields, over all processes."""
     return allreduce(jnp.vdot(a, b), MPI.SUM)
 
 
@@ -55,26 +55,26 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def with_neighbours(field: jax.Array, grid: jaxmpi.Grid) -> list[jax.Array]:
-    """For each axis the block with one more cell at both of its ends; beyond a wall there are zeros."""
+    """Return for each axis the block with one more cell at both ends; beyond a wall there are zeros."""
     padded = grid.exchange(grid.pad(field), corners=False, boundary=0)
     axes = range(field.ndim)
     return [padded[tuple(slice(None) if other == axis else slice(1, -1) for other in axes)] for axis in axes]
 
 
 def conductances(k: jax.Array, grid: jaxmpi.Grid) -> list[jax.Array]:
-    """Of the faces across each axis: one over the mean resistance of the cells on both sides."""
+    """Return for the faces across each axis one over the mean resistance of the cells on both sides."""
     resistances = enumerate(with_neighbours(1 / k, grid))
     return [2 / (lax.slice_in_dim(r, 1, None, axis=i) + lax.slice_in_dim(r, 0, -1, axis=i)) for i, r in resistances]
 
 
 def operator(faces: list[jax.Array], grid: jaxmpi.Grid, u: jax.Array) -> jax.Array:
-    """-div(k grad u)."""
+    """Return -div(k grad u)."""
     flows = [c * jnp.diff(v, axis=i) for i, (c, v) in enumerate(zip(faces, with_neighbours(u, grid), strict=True))]
     return -(grid.global_shape[0] ** 2) * sum(jnp.diff(flow, axis=i) for i, flow in enumerate(flows))
 
 
 def conjugate_gradients(apply: Callable[[jax.Array], jax.Array], b: jax.Array, report: Callable) -> jax.Array:
-    """Solves apply(x) = b for a symmetric positive definite `apply`; `report` is told of each iteration."""
+    """Solve apply(x) = b for a symmetric positive definite `apply`; `report` is called in each iteration."""
     size = dot(b, b)
 
     def goes_on(state: tuple) -> jax.Array:
@@ -94,25 +94,25 @@ def conjugate_gradients(apply: Callable[[jax.Array], jax.Array], b: jax.Array, r
 
 
 def solve(f: jax.Array, k: jax.Array, grid: jaxmpi.Grid, report: Callable) -> jax.Array:
-    """u. Its derivatives are solutions of the same equation, so nothing is differentiated iteration by iteration."""
+    """Return u. Derivatives of u solve the same equation, so nothing is differentiated iteration by iteration."""
     apply = partial(operator, conductances(k, grid), grid)
     return lax.custom_linear_solve(apply, f, partial(conjugate_gradients, report=report), symmetric=True)
 
 
 def residual(u: jax.Array, f: jax.Array, k: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """Relative to f."""
+    """Return the residual relative to f."""
     r = f - operator(conductances(k, grid), grid, u)
     return jnp.sqrt(dot(r, r) / dot(f, f))
 
 
 def misfit(f: jax.Array, k: jax.Array, wanted: jax.Array, grid: jaxmpi.Grid, report: Callable):
-    """The misfit and u."""
+    """Return the misfit and u."""
     u = solve(f, k, grid, report)
     return 0.5 * dot(u - wanted, u - wanted) / math.prod(grid.global_shape), u
 
 
 def relative_error(value: Callable, at: Pair, gradients: Pair, direction: Pair) -> jax.Array:
-    """Of the derivative in a direction by the gradients, compared with a difference quotient."""
+    """Return the error of the derivative in a direction by the gradients, relative to a difference quotient."""
     there, back = (value(*(x + step * d for x, d in zip(at, direction, strict=True))) for step in (STEP, -STEP))
     derivative = sum(dot(gradient, d) for gradient, d in zip(gradients, direction, strict=True))
     return jnp.abs(derivative / ((there - back) / (2 * STEP)) - 1)
@@ -122,7 +122,7 @@ def relative_error(value: Callable, at: Pair, gradients: Pair, direction: Pair) 
 
 
 def make_body(grid: jaxmpi.Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """This process's blocks of f, k and the wanted u."""
+    """Return this process's blocks of f, k and the wanted u."""
     x = (np.mgrid[grid.slices] + 0.5) / grid.global_shape[0]
 
     def blob(*middle: float) -> np.ndarray:
@@ -137,7 +137,7 @@ def make_body(grid: jaxmpi.Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def make_report(bar: tqdm) -> Callable[[jax.Array, jax.Array], None]:
-    """What shows the iterations of a solution as they are done."""
+    """Return a function that shows the iterations of a solution in a progress bar."""
 
     def show(square: np.ndarray) -> None:
         bar.set_postfix_str(f"residual {square**0.5:.1e}", refresh=False)
@@ -151,7 +151,7 @@ def make_report(bar: tqdm) -> Callable[[jax.Array, jax.Array], None]:
 
 
 def save_picture(path: Path, fields: dict[str, np.ndarray]) -> None:
-    """Draws k, u and both gradients; of a body in three dimensions its middle slice."""
+    """Draw k, u and both gradients; of a body in three dimensions the middle slice."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -189,7 +189,7 @@ def main() -> None:
     grid = jaxmpi.Grid((0,) * options.dimensions, (size,) * options.dimensions)
     rank = grid.comm.rank
     f, k, wanted = make_body(grid)
-    # Every process draws the whole direction and takes its block, so that it is the same on any number of them.
+    # Every process draws the whole direction and takes its block: the same on any number of processes.
     direction = grid.scatter(np.random.default_rng(SEED).standard_normal(grid.global_shape), None)
 
     with tqdm(desc="iterations", unit="", disable=rank != 0) as bar:

@@ -1,8 +1,8 @@
 """The pressure of an incompressible flow in a periodic box, by Fourier transforms and by conjugate gradients.
 
-A velocity field that is not free of divergence is projected onto one that is: p with laplace(p) = div(u) is found, and
-u - grad p has no divergence. Fourier transforms solve the equation of differences exactly, in one pass; conjugate
-gradients solve the same equation step by step. Both are done, and compared.
+A velocity field that is not free of divergence is projected onto one that is: p solves laplace(p) = div(u), and then
+u - grad p has no divergence. Fourier transforms solve the equation of differences exactly, in one pass. Conjugate
+gradients solve the same equation step by step. The program does both, and compares.
 
     python poisson_fft.py                                                  # one process, two dimensions
     python -m jaxmpi.run -n 2 poisson_fft.py                               # the same result on two, or any other number
@@ -11,8 +11,8 @@ gradients solve the same equation step by step. Both are done, and compared.
 A run prints the comparison, the divergence before and after, and the times; writes `poisson-fft.png` and prints where
 it is.
 
-Velocities are at the faces of cells, pressures at their centres, in a square or cube of side 1, without units. The
-divergence of a cell is the sum of what leaves through its faces; laplace(p) is the divergence of the differences of p.
+Velocities are at the faces of cells, pressures at the centres, in a square or cube of side 1, without units. The
+divergence of a cell is the sum of the flows out of the faces. laplace(p) is the divergence of the differences of p.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import jaxmpi
 from jaxmpi.fft import Transform
 from jaxmpi.notoken import allreduce
 
-SIZES = {2: 256, 3: 48}  # cells per axis, unless something else is asked for
+SIZES = {2: 256, 3: 48}  # cells per axis by default
 TOLERANCE = 1e-12  # of the residual of conjugate gradients, relative to the divergence
 MOST_ITERATIONS = 10_000
 SMOOTH = 4  # wavenumbers of the velocity decay from here on
@@ -43,7 +43,7 @@ RANK = COMM.rank
 
 
 def difference(x: jax.Array, axis: int, side: int, grid: jaxmpi.Grid) -> jax.Array:
-    """Along an axis of the periodic box: x of the next cell less x (side 1), or x less that of the cell before (-1)."""
+    """Return along an axis of the periodic box x of the next cell less x (side 1), or x less x before it (-1)."""
     width = [(0, 0)] * x.ndim
     width[axis] = (int(side < 0), int(side > 0))
     padded = grid.exchange(grid.pad(x, width), width, corners=False)
@@ -51,19 +51,19 @@ def difference(x: jax.Array, axis: int, side: int, grid: jaxmpi.Grid) -> jax.Arr
 
 
 def divergence(u: list[jax.Array], grid: jaxmpi.Grid) -> jax.Array:
-    """u[i] is the velocity through the lower face of each cell along axis i."""
+    """Return the divergence; u[i] is the velocity through the lower face of each cell along axis i."""
     return sum(difference(v, axis, 1, grid) for axis, v in enumerate(u))
 
 
 def gradient(p: jax.Array, grid: jaxmpi.Grid) -> list[jax.Array]:
-    """At the lower faces of the cells."""
+    """Return the gradient at the lower faces of the cells."""
     return [difference(p, axis, -1, grid) for axis in range(p.ndim)]
 
 
 def by_transforms(f: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """p of mean zero with laplace(p) = f - mean(f)."""
+    """Return p of mean zero with laplace(p) = f - mean(f)."""
     transform = Transform(grid, real=True)
-    # A wave of k periods in n cells is multiplied by -(2 n sin(pi k / n))^2 by the second difference.
+    # The second difference multiplies a wave of k periods in n cells by -(2 n sin(pi k / n))^2.
     waves = zip(transform.wavenumbers(), grid.global_shape, strict=True)
     symbol = -sum((2 * n * np.sin(np.pi * k / n)) ** 2 for k, n in waves)
     inverse = np.divide(1, symbol, out=np.zeros_like(symbol), where=symbol != 0)
@@ -71,12 +71,12 @@ def by_transforms(f: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum of products over all cells of all processes."""
+    """Return the sum of products over all cells of all processes."""
     return allreduce(jnp.vdot(a, b), MPI.SUM)
 
 
 def by_conjugate_gradients(f: jax.Array, grid: jaxmpi.Grid) -> tuple[jax.Array, jax.Array]:
-    """The same p, and the number of iterations."""
+    """Return the same p, and the number of iterations."""
     f = f - dot(f, jnp.ones_like(f)) / math.prod(grid.global_shape)
     laplace = lambda p: divergence(gradient(p, grid), grid)  # noqa: E731
     size = dot(f, f)
@@ -98,7 +98,7 @@ def by_conjugate_gradients(f: jax.Array, grid: jaxmpi.Grid) -> tuple[jax.Array, 
 
 
 def make_velocity(grid: jaxmpi.Grid) -> list[jax.Array]:
-    """Smooth noise, the same on any number of processes: each draws all of it and takes its block."""
+    """Return smooth noise, the same on any number of processes: each draws all of it and takes its block."""
     generator = np.random.default_rng(SEED)
     k = np.meshgrid(*[np.fft.fftfreq(n, 1 / n) for n in grid.global_shape], indexing="ij")
     decay = np.exp(-sum(number**2 for number in k) / SMOOTH**2)
@@ -107,7 +107,7 @@ def make_velocity(grid: jaxmpi.Grid) -> list[jax.Array]:
 
 
 def timed(function: Callable, *args) -> tuple:
-    """The result of a compiled function, and the seconds of its second call."""
+    """Return the result of a compiled function, and the seconds of the second call."""
     jax.block_until_ready(function(*args))
     COMM.Barrier()
     begin = time.perf_counter()
@@ -115,7 +115,7 @@ def timed(function: Callable, *args) -> tuple:
 
 
 def save_picture(path: Path, fields: dict[str, np.ndarray]) -> None:
-    """Draws the fields; of a cube its middle slice."""
+    """Draw the fields; of a cube the middle slice."""
     import matplotlib
 
     matplotlib.use("Agg")

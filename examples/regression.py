@@ -1,7 +1,7 @@
-"""A regression whose data is spread over the ranks and whose parameters are the same on all of them.
+"""A regression with data that is spread over the ranks, and parameters that are the same on all ranks.
 
-Each rank has its share of the points, the loss is the mean over all of them. The parameters pass through
-`jaxmpi.replicate` before each rank uses them with its own data: that adds up what the ranks contribute to the gradient,
+Each rank has a share of the points, and the loss is the mean over all points. The parameters pass through
+`jaxmpi.replicate` before each rank uses them with its own data. This adds up the ranks' contributions to the gradient,
 so that all take the same step. Without it each rank would follow the gradient of its own points, and the copies of the
 parameters would drift apart.
 
@@ -22,12 +22,12 @@ POINTS, STEPS, RATE = 240, 400, 0.5
 
 
 def model(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """The prediction at the points `x`, shape (n,)."""
+    """Return the prediction at the points `x`, shape (n,)."""
     return jnp.tanh(parameters["slope"] * x + parameters["shift"])
 
 
 def loss(parameters: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
-    """The mean square error over the points of all ranks, of which `x` and `y` are this rank's."""
+    """Return the mean square error over the points of all ranks; `x` and `y` are this rank's points."""
     parameters = jaxmpi.replicate(parameters)
     return notoken.allreduce(jnp.sum((model(parameters, x) - y) ** 2), MPI.SUM) / POINTS
 

@@ -1,7 +1,7 @@
 """The derivative of a program that spans processes.
 
 Rank 0 scatters the numbers 0 ... 7, the last rank doubles its part, and the parts are added up. The result is
-on every rank; its derivative is on rank 0, where the numbers came from: the adjoint of a scatter is a gather.
+on every rank. The derivative is on rank 0, where the numbers came from: the adjoint of a scatter is a gather.
 
     python scatter_grad.py                  # result 56.0, gradient on rank 0: [2. 2. 2. 2. 2. 2. 2. 2.]
     mpiexec -n 2 python scatter_grad.py     # result 50.0, gradient on rank 0: [1. 1. 1. 1. 2. 2. 2. 2.]
@@ -26,9 +26,9 @@ EXPECTED = {1: 56.0, 2: 50.0, 4: 41.0, 8: 35.0}
 
 
 def weighted_sum(numbers: jax.Array) -> jax.Array:
-    """Return the sum of rank 0's `numbers`, shape (8,), those of the last rank counted twice."""
+    """Return the sum of rank 0's `numbers`, shape (8,); the last rank's part counts twice."""
     parts = numbers.reshape(SIZE, NUMBERS // SIZE)
-    # Only rank 0 has something to scatter; elsewhere the argument tells the shape of a part.
+    # Only rank 0 has something to scatter; elsewhere the argument gives the shape of a part.
     part, _ = jaxmpi.scatter(parts if RANK == 0 else parts[0], 0)
     if RANK == SIZE - 1:
         part = 2 * part

@@ -1,13 +1,13 @@
 """A message from rank 0 to rank 1 inside a jitted function.
 
 The branch is on the rank, an ordinary Python integer: each process traces and compiles only its own side.
-A `send` returns nothing but a token, which may be ignored; it takes place all the same, and in program order.
+A `send` returns only a token, which you may ignore. The message is sent all the same, in program order.
 
     python send_recv.py                     # rank 0 received [0. 1. 2. 3.] from itself
     mpiexec -n 2 python send_recv.py        # rank 1 received [0. 1. 2. 3.] from rank 0
     mpiexec -n 4 python send_recv.py        # the same; ranks 2 and 3 do nothing
 
-A single process cannot wait for its own blocking message, and makes the exchange in one call, `sendrecv`.
+A single process cannot wait for a blocking message to itself, and exchanges in one call, `sendrecv`.
 """
 
 import jax
@@ -18,12 +18,12 @@ from mpi4py import MPI
 import jaxmpi
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-TEMPLATE = jax.ShapeDtypeStruct((4,), jnp.float32)  # shape and dtype of what arrives
+TEMPLATE = jax.ShapeDtypeStruct((4,), jnp.float32)  # shape and dtype of the message
 
 
 @jax.jit
 def pass_on(x: jax.Array) -> jax.Array:
-    """Send x from rank 0 to rank 1 and return what this rank has then."""
+    """Send x from rank 0 to rank 1 and return the array that this rank has then."""
     if SIZE == 1:
         x, _ = jaxmpi.sendrecv(x, TEMPLATE, source=0, dest=0)
     elif RANK == 0:

@@ -1,9 +1,8 @@
 """A jet in a rotating, shallow sea breaks into eddies: a shallow-water model on one or many processes.
 
-The nonlinear shallow-water equations are solved on a C grid that is periodic in x (east) and has walls in y
-(north). The cells are shared out among the processes in rectangles, which need not be equal. Each step exchanges
-the halos of all fields at once, from inside the jitted time loop; the result does not depend on the number of
-processes, but for rounding.
+The program solves the nonlinear shallow-water equations on a C grid that is periodic in x (east) and has walls in y
+(north). The cells are divided among the processes in rectangles, which need not be equal. Each step exchanges the
+halos of all fields at once, from inside the jitted time loop. Only rounding depends on the number of processes.
 
     python shallow_water.py                                     # one process
     mpiexec -n 2 python shallow_water.py --save-animation       # two, or any other number
@@ -14,9 +13,9 @@ processes, but for rounding.
 
 A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
 where they are. `--output` writes h, u and v of many times, for xarray and others (`pip install 'jaxmpi[io]'`).
-`--checkpoints` keeps the last states, from which `--restart` goes on, on any number of processes.
-A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
-Where there are as many processes as cores, one XLA thread each is fastest: `PJRT_NPROC=1`.
+`--checkpoints` keeps the last states. `--restart` goes on from them, on any number of processes.
+A benchmark prints one line, `Solution took 12.34 s`, without compilation.
+With as many processes as cores, one XLA thread each is fastest: `PJRT_NPROC=1`.
 
 The equations, with layer thickness h, velocity (u, v), potential vorticity q and Bernoulli potential B:
 
@@ -44,7 +43,7 @@ GRAVITY = 9.81  # [m/s2]
 DEPTH = 100.0  # mean thickness of the layer [m]
 CORIOLIS, BETA = 2e-4, 2e-11  # f = CORIOLIS + BETA y [1/s, 1/(m s)]
 VISCOSITY = 0.04 * CORIOLIS * DX**2  # enough to smooth filaments before they are as thin as a cell [m2/s]
-DT = 0.125 * DX / (GRAVITY * DEPTH) ** 0.5  # an eighth of what a gravity wave needs to cross a cell [s]
+DT = 0.125 * DX / (GRAVITY * DEPTH) ** 0.5  # an eighth of the time in which a gravity wave crosses a cell [s]
 DAY = 86400.0  # [s]
 
 JET_SPEED, JET_WIDTH = 10.0, 40e3  # [m/s], [m]
@@ -58,10 +57,10 @@ REPORTS = 40  # how often a run stops for the progress bar and a frame of the an
 
 
 class State(NamedTuple):
-    """Fields of this process's cells and of a halo of one cell around them, and their tendencies in the step before.
+    """Fields of this process's cells and of a halo of one cell around them, and the tendencies of the step before.
 
     The fields have the shape (ny + 2, nx + 2), the tendencies (ny, nx).
-    Cell (j, i) has h in its middle, u in the middle of its eastern and v in the middle of its northern edge.
+    Cell (j, i) has h in the middle, u in the middle of the eastern and v in the middle of the northern edge.
     """
 
     h: jax.Array
@@ -88,7 +87,7 @@ def walls_of(grid: jaxmpi.Grid) -> Walls:
     return grid.is_wall(0, -1), grid.is_wall(0, 1)
 
 
-# The model. Means and differences of neighbours lie half a cell further and shorten their axis by one.
+# The model. Means and differences of neighbours lie half a cell further and shorten the axis by one.
 
 
 def mean_x(a: jax.Array) -> jax.Array:
@@ -108,7 +107,7 @@ def d_dy(a: jax.Array) -> jax.Array:
 
 
 def laplacian(a: jax.Array) -> jax.Array:
-    """Of the inner cells."""
+    """Return the Laplacian of the inner cells."""
     around = a[1:-1, 2:] + a[1:-1, :-2] + a[2:, 1:-1] + a[:-2, 1:-1]
     return (1 / DX**2) * (around - 4 * a[1:-1, 1:-1])
 
@@ -118,10 +117,10 @@ def tendencies(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return dh/dt, du/dt and dv/dt of ny times nx cells, from fields with one more around them.
 
-    `coriolis` (ny + 1, 1) is f at the cells' corners, from south to north; `walls`: whether the cells reach the
-    southern and the northern one.
+    `coriolis` (ny + 1, 1) is f at the cells' corners, from south to north. `walls` says whether the cells reach the
+    southern and the northern wall.
 
-    q and the transports are averaged such that the Coriolis force does no work on the flow as a whole.
+    The averages of q and of the transports are chosen so that the Coriolis force does no work on the flow as a whole.
     """
     if walls[0]:
         v = v.at[0].set(0.0)
@@ -146,7 +145,7 @@ def exchanged(fields: Fields, coriolis: jax.Array, grid: jaxmpi.Grid) -> tuple[F
 
 
 def overlapped(fields: Fields, coriolis: jax.Array, grid: jaxmpi.Grid) -> tuple[Fields, Fields]:
-    """The same: while the halos travel the cells are computed that need none; those at the rim, when they are there."""
+    """Return the same. Compute the cells that need no halo while the halos travel, then the cells at the rim."""
     south, north = walls_of(grid)
     inner = slice(1, -1)
     request = grid.start(fields, boundary=BOUNDARY)
@@ -171,7 +170,7 @@ def step(state: State, coriolis: jax.Array, grid: jaxmpi.Grid, overlap: bool) ->
 
 
 class Model(NamedTuple):
-    """The jitted functions `start(h, u, v)` and `advance(state, steps)`; the latter donates its state."""
+    """The jitted functions `start(h, u, v)` and `advance(state, steps)`; the latter donates the state."""
 
     start: Callable[[jax.Array, jax.Array, jax.Array], State]
     advance: Callable[[State, int], State]
@@ -230,7 +229,7 @@ def save_checkpoint(folder: Path, state: State, done: int, grid: jaxmpi.Grid) ->
 
 
 def load_checkpoint(folder: Path, grid: jaxmpi.Grid) -> tuple[State, int]:
-    """The last state that is complete, and its steps."""
+    """Return the last state that is complete, and the number of steps."""
     newest = jaxmpi.io.latest(folder, comm=grid.comm)
     if newest is None:
         raise SystemExit(f"--restart: there is no complete state in {folder}")
@@ -239,7 +238,7 @@ def load_checkpoint(folder: Path, grid: jaxmpi.Grid) -> tuple[State, int]:
 
 
 def open_output(path: Path, grid: jaxmpi.Grid, resume: bool) -> jaxmpi.io.Writer:
-    """A file of the fields and their times in days."""
+    """Return a file of the fields and the times in days."""
     y, x = (DX * (np.arange(n) + 0.5) for n in grid.global_shape)
     units = {"h": "m", "u": "m/s", "v": "m/s", "x": "m", "y": "m", "time": "model days"}
     return jaxmpi.io.Writer(
@@ -386,7 +385,7 @@ def demo(
             if out:
                 out.append(done * days, dict(zip("huv", state[:3], strict=True)))
                 if options.checkpoints:
-                    out.flush()  # a run that goes on from the state finds all that is older in the file
+                    out.flush()  # a run that goes on from the state needs all older data in the file
             if options.checkpoints:
                 save_checkpoint(options.checkpoints, state, done, grid)
             if options.save_animation:

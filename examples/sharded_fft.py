@@ -1,14 +1,14 @@
 """A Fourier transform in two dimensions, and Poisson's equation by it, on one or many processes with some rows each.
 
-Each process transforms its rows, `lax.all_to_all` turns rows into columns, and each process transforms its columns. The
-spectrum stays divided by columns, which saves turning it back: the inverse transform begins there. There is not a word
-of MPI in the program. Its launcher makes the devices of all processes one mesh, and carries the exchange by MPI.
+Each process transforms rows, `lax.all_to_all` turns rows into columns, and each process transforms columns. The
+spectrum stays divided by columns, because the inverse transform begins there. There is not a word of MPI in the
+program. The launcher makes one mesh of the devices of all processes, and sends the exchange by MPI.
 
     python sharded_fft.py                                               # one process
     python -m jaxmpi.run -n 4 --collectives mpi sharded_fft.py          # the same result on four
-    python -m jaxmpi.run -n 4 --collectives gloo sharded_fft.py         # by what JAX uses by itself
+    python -m jaxmpi.run -n 4 --collectives gloo sharded_fft.py         # by gloo, JAX's default
 
-Any number of processes will do: the size is rounded up to a multiple of it, and what is used is printed.
+Any number of processes will do: the size is rounded up to a multiple of it, and printed.
 
 The transform is compared with NumPy's. Then it solves, on a square with edges of 2 pi that is periodic in x and y,
 
@@ -35,21 +35,21 @@ ROWS, COLUMNS = P("parts", None), P(None, "parts")
 
 
 def fft2(x: jax.Array) -> jax.Array:
-    """This device's columns of the spectrum, shape (N, M / devices), from its rows `x`, shape (N / devices, M)."""
+    """Return this device's columns of the spectrum, shape (N, M / devices), from rows `x`, shape (N / devices, M)."""
     x = jnp.fft.fft(x, axis=1)
     x = lax.all_to_all(x, "parts", split_axis=1, concat_axis=0, tiled=True)
     return jnp.fft.fft(x, axis=0)
 
 
 def ifft2(x: jax.Array) -> jax.Array:
-    """The inverse of `fft2`: from columns to rows."""
+    """Return the inverse of `fft2`: from columns to rows."""
     x = jnp.fft.ifft(x, axis=0)
     x = lax.all_to_all(x, "parts", split_axis=0, concat_axis=1, tiled=True)
     return jnp.fft.ifft(x, axis=1)
 
 
 def solve(f: jax.Array) -> jax.Array:
-    """This device's rows of the u with -lap(u) = f whose mean is zero. Of f, the mean is left out."""
+    """Return this device's rows of the u with -lap(u) = f - mean(f) whose mean is zero."""
     spectrum = fft2(f)
     n, width = spectrum.shape
     k = jnp.fft.fftfreq(n, 1 / n)
@@ -64,7 +64,7 @@ def largest_difference(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def sampled(values: Callable[[np.ndarray, np.ndarray], np.ndarray], n: int) -> jax.Array:
-    """The array of `values(y, x)` at the n times n points, of which each process computes its own rows alone."""
+    """Return `values(y, x)` at the n times n points. Each process computes only local rows."""
     points = 2 * np.pi * np.arange(n) / n
     return jax.make_array_from_callback(
         (n, n), NamedSharding(MESH, ROWS), lambda part: values(points[part[0], None], points[None, part[1]])
@@ -76,12 +76,12 @@ def potential(y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def charge(y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """-lap(potential)"""
+    """Return -lap(potential)."""
     return (np.sin(x) - np.cos(x) ** 2 + 4 * np.cos(2 * y) - 4 * np.sin(2 * y) ** 2) * potential(y, x)
 
 
 def milliseconds(function: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
-    """The median time of a call, without the first, which compiles."""
+    """Return the median time of a call, without the first, which compiles."""
     times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -105,7 +105,7 @@ def main() -> None:
     poisson = jax.jit(jax.shard_map(solve, mesh=MESH, in_specs=ROWS, out_specs=ROWS))
     f, u = sampled(charge, n), sampled(potential, n)
 
-    # For NumPy alone each process has the whole array; of the result it takes its own columns.
+    # Only for NumPy each process has the whole array. It takes the local columns of the result.
     points = 2 * np.pi * np.arange(n) / n
     whole = np.fft.fft2(charge(points[:, None], points))
     expected = jax.make_array_from_callback((n, n), NamedSharding(MESH, COLUMNS), lambda part: whole[part])

@@ -1,9 +1,9 @@
 """Pattern formation by Fourier transforms that are divided among processes, and the gradient through all time steps.
 
 A square or a cube, periodic, is filled with two phases, u near -1 and u near 1, that separate from noise (the equation
-of Allen and Cahn). A time step is made of Fourier transforms in two or three dimensions, forth and back. The transform
-of the initial state is compared with NumPy's, and so is the final state, computed on one process; the gradient of the
-final energy with respect to the initial state, with a difference quotient in a random direction.
+of Allen and Cahn). A time step uses Fourier transforms in two or three dimensions, forth and back. NumPy computes the
+transform of the initial state and the final state on one process, and both are compared. The gradient of the final
+energy with respect to the initial state is compared with a difference quotient in a random direction.
 
     python spectral.py                                                  # one process, two dimensions
     python -m jaxmpi.run -n 2 spectral.py                               # the same result on two, or any other number
@@ -15,9 +15,9 @@ The equation, for lengths in which the square or cube has side 1, and times with
 
     du/dt = D laplace(u) + u - u^3
 
-A step takes diffusion implicitly and the rest explicitly, in Fourier space. Each process has a block of u, all of it
-along the last axis. `jaxmpi.fft.Transform` transforms along the axes that are whole, moves the data so that another one
-is, and goes on; in Fourier space the blocks are those in which it ends.
+A step takes diffusion implicitly and the rest explicitly, in Fourier space. Each process has a block of u that is whole
+along the last axis. `jaxmpi.fft.Transform` transforms along whole axes, moves the data so that another axis is whole,
+and goes on. Fields in Fourier space have the blocks of the last step.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import jaxmpi
 from jaxmpi.fft import Transform
 from jaxmpi.notoken import allreduce
 
-SIZES = {2: 128, 3: 32}  # points per axis, unless something else is asked for
+SIZES = {2: 128, 3: 32}  # points per axis by default
 DIFFUSION = 3e-4
 TIME_STEP = 0.1
 STEPS = 60
@@ -50,13 +50,13 @@ RANK = COMM.rank
 
 
 def division(size: int, dimensions: int) -> jaxmpi.Grid:
-    """The blocks of u: rows of a square, pencils of a cube."""
+    """Return the blocks of u: rows of a square, pencils of a cube."""
     processes = {2: (0, 1), 3: (0, 0, 1)}[dimensions]
     return jaxmpi.Grid(processes, (size,) * dimensions, periodic=True)
 
 
 def advance(u: jax.Array, steps: int, grid: jaxmpi.Grid) -> jax.Array:
-    """So many time steps."""
+    """Do `steps` time steps."""
     transform = Transform(grid, real=True)
     damping = 1 / (1 + TIME_STEP * DIFFUSION * sum(k**2 for k in transform.wavenumbers(lengths=1)))
 
@@ -67,7 +67,7 @@ def advance(u: jax.Array, steps: int, grid: jaxmpi.Grid) -> jax.Array:
 
 
 def energy(u: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
-    """What the mixture loses as it separates, without that of the boundaries between the phases."""
+    """Return the energy that the mixture loses when it separates, without the boundaries between the phases."""
     return allreduce(jnp.sum((1 - u**2) ** 2), MPI.SUM) / (4 * math.prod(grid.global_shape))
 
 
@@ -76,7 +76,7 @@ def final_energy(u: jax.Array, steps: int, grid: jaxmpi.Grid) -> jax.Array:
 
 
 def by_numpy(u: np.ndarray, steps: int) -> np.ndarray:
-    """The same time steps on one process, as a witness."""
+    """Do the same time steps on one process, for comparison."""
     k = 2 * np.pi * np.fft.fftfreq(len(u), 1 / len(u))
     square = sum(axis**2 for axis in np.meshgrid(*[k] * u.ndim, indexing="ij"))
     for _ in range(steps):
@@ -86,7 +86,7 @@ def by_numpy(u: np.ndarray, steps: int) -> np.ndarray:
 
 
 def save_picture(path: Path, fields: dict[str, np.ndarray]) -> None:
-    """Draws the fields; of a cube its middle slice."""
+    """Draw the fields; of a cube the middle slice."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,7 +119,7 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     size = options.size or SIZES[options.dimensions]
     grid = division(size, options.dimensions)
-    # Every process draws all noise and takes its block, so that they are the same on any number of processes.
+    # Every process draws all noise and takes its block: the same on any number of processes.
     generator = np.random.default_rng(SEED)
     noise, direction = (jnp.asarray(generator.standard_normal(grid.global_shape)[grid.slices]) for _ in range(2))
     start = NOISE * noise

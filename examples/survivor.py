@@ -1,19 +1,19 @@
-"""A shallow-water model goes on as processes die: it is saved in memory, and those that live take over the rest.
+"""A shallow-water model goes on when processes die: the others have copies of the state, and take over.
 
-The model is that of shallow_water.py. Every few steps its state is saved: by default in a `jaxmpi.Replica`, to which
-each process sends what it has computed, and the next one keeps it; with `--files DIR` in files. If a process dies the
-others get an error, make a communicator without it, divide the sea anew among themselves, and go on from what was saved
-last. The result is that of a run in which nobody dies, but for rounding.
+The model is that of shallow_water.py. Every few steps the program saves the state. By default it uses a
+`jaxmpi.Replica`: each process sends its part to the next one, which keeps it. With `--files DIR` it uses files. If a
+process dies the others get an error, make a communicator without it, divide the sea again, and go on from the last
+saved state. The result is the same as in a run in which nobody dies, but for rounding.
 
     python -m jaxmpi.run -n 4 --survive examples/survivor.py --kill 1@300 --kill 2@700
 
-With `--spare 2` after `--survive` two more processes wait, and take the places of those that die, so that the sea is
+With `--spare 2` after `--survive` two more processes wait, and take the places of processes that die. So the sea is
 divided as before.
 
-`--kill RANK@STEP` lets a process end itself by SIGKILL; any other death does as well, `kill -9` from another shell or
-an exception. If two neighbours die at the same time what one of them kept of the other is lost, and the program says
-so: `--copies 2` keeps another copy. It writes `survivor.png`, with the division of the sea at the beginning and at the
-end.
+`--kill RANK@STEP` lets a process end itself by SIGKILL. Any other death has the same effect, `kill -9` from another
+shell or an exception. If two neighbours die at the same time, the copy that one kept of the other is lost, and the
+program says so: `--copies 2` keeps another copy. The program writes `survivor.png`, with the division of the sea at the
+beginning and at the end.
 """
 
 import argparse
@@ -35,13 +35,13 @@ Slices = tuple[slice, ...]
 
 
 def division_of(grid: jaxmpi.Grid) -> list[Slices]:
-    """The part of each process."""
+    """Return the part of each process."""
     return [grid.slices_of(rank) for rank in range(grid.comm.size)]
 
 
 Tree = dict[str, Any]
 WIDTH = {"fields": 1}
-"""Of the halos in a `Tree`, whose tendencies have none."""
+"""The width of the halos in a `Tree`. Tendencies have none."""
 
 
 def tree_of(step: int, state: shallow_water.State) -> Tree:
@@ -52,7 +52,7 @@ class Memory:
     """Keeps the last state in the memory of the processes."""
 
     def __init__(self, tree: Tree, grid: jaxmpi.Grid, copies: int) -> None:
-        # Nothing is saved here: a spare process makes it as it steps in, while the others restore.
+        # Nothing is saved here: a spare process makes it when it steps in, while the others restore.
         self.replica = jaxmpi.Replica(tree, grid=grid, width=WIDTH, copies=copies, save=False)
 
     def save(self, tree: Tree, grid: jaxmpi.Grid) -> None:
@@ -82,7 +82,7 @@ def start(grid: jaxmpi.Grid, model: shallow_water.Model) -> shallow_water.State:
 
 
 def restart(kept: Memory | Files, grid: jaxmpi.Grid, model: shallow_water.Model) -> tuple[int, shallow_water.State]:
-    """The step that was saved last and its state, or those of the beginning, on this grid."""
+    """Return the last saved step and state, or the first ones, on this grid."""
     tree = kept.restore(grid)
     if tree is None:
         return 0, start(grid, model)
@@ -92,7 +92,7 @@ def restart(kept: Memory | Files, grid: jaxmpi.Grid, model: shallow_water.Model)
 def advance(
     model: shallow_water.Model, state: shallow_water.State, done: int, stop: int, death: int | None
 ) -> shallow_water.State:
-    """Advances from step `done` to `stop`; at the step `death` this process ends."""
+    """Advance from step `done` to `stop`; at the step `death` this process ends."""
     if death is not None and done <= death < stop:
         jax.block_until_ready(model.advance(state, death - done))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
     done, state = 0, None
     while done < steps:
         try:
-            with jaxmpi.survive(uniform=True):  # all that live have done these steps and saved them, or all raise
+            with jaxmpi.survive(uniform=True):  # all that live have done these steps and saved the state, or all raise
                 if state is None:
                     done, state = restart(kept, grid, model)
                 stop = min(done + options.every, steps)
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
             done = stop
         except jaxmpi.ProcessFailed as failure:
             begin = time.perf_counter()
-            comm = jaxmpi.recover()  # calls without comm= use it from now on, so that the grid is made of it
+            comm = jaxmpi.recover()  # calls without comm= use it from now on, also for the grid
             lost, size = jaxmpi.lost(grid.comm, comm), grid.comm.size
             grid = shallow_water.make_grid(nx, ny)
             model, state = shallow_water.make_model(grid), None
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
 
 
 def save_picture(path: Path, fields: np.ndarray, divisions: list[list[Slices]], days: float) -> None:
-    """Draws the relative vorticity, with the parts of the processes at the beginning and at the end."""
+    """Draw the relative vorticity, with the parts of the processes at the beginning and at the end."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
-"""Decaying turbulence in two dimensions, by Fourier transforms without aliasing, and a derivative of its energy.
+"""Decaying turbulence in two dimensions, by Fourier transforms without aliasing, and a derivative of the energy.
 
-Vortices in a periodic square drive each other and merge, while viscosity takes their energy. Derivatives are taken in
-Fourier space and products in physical space, on three points for two modes: so no product is aliased. The derivative of
-the final energy with respect to the viscosity, through all time steps, is compared with a difference quotient. A
-Taylor-Green vortex decays by a formula, with which its energy is compared.
+Vortices in a periodic square drive each other and merge, while viscosity takes their energy. Derivatives are computed
+in Fourier space and products in physical space, on three points for two modes: so no product is aliased. The derivative
+of the final energy with respect to the viscosity, through all time steps, is compared with a difference quotient. The
+energy of a Taylor-Green vortex is compared with a formula.
 
     python turbulence.py                                                 # one process
     python -m jaxmpi.run -n 2 turbulence.py --save-animation             # the same result on two, or any other number
@@ -12,8 +12,8 @@ Taylor-Green vortex decays by a formula, with which its energy is compared.
     python -m jaxmpi.run -n 3 turbulence.py --steps 400 --output w.zarr --checkpoints saved --restart
 
 A run shows a progress bar, prints the comparisons, writes `turbulence.png` (if asked, `turbulence.gif` too) and prints
-where they are. `--output` writes the vorticity of many times, `--checkpoints` keeps the last states, from which
-`--restart` goes on, on any number of processes (`pip install 'jaxmpi[io]'`).
+where they are. `--output` writes the vorticity of many times. `--checkpoints` keeps the last states. `--restart` goes
+on from them, on any number of processes (`pip install 'jaxmpi[io]'`).
 
 The equation of the vorticity w, for a square of side 2 pi and times without units:
 
@@ -53,12 +53,12 @@ RANK = COMM.rank
 
 
 def make_transform(size: int) -> Transform:
-    """From 3/2 of `size` points along each axis to `size` modes. Each process has some rows."""
+    """Return a transform from 3/2 of `size` points along each axis to `size` modes. Each process has some rows."""
     return Transform(jaxmpi.Grid((0, 1), (size, size), periodic=True), real=True, pad=3 / 2, norm="forward")
 
 
 def velocity_modes(w: jax.Array, transform: Transform) -> tuple[jax.Array, jax.Array]:
-    """Of u and v, from those of the vorticity."""
+    """Return the modes of u and v, from the modes of the vorticity."""
     kx, ky = transform.wavenumbers()
     square = kx**2 + ky**2
     psi = w * np.divide(1, square, out=np.zeros_like(square), where=square != 0)
@@ -66,16 +66,16 @@ def velocity_modes(w: jax.Array, transform: Transform) -> tuple[jax.Array, jax.A
 
 
 def advection(w: jax.Array, transform: Transform) -> jax.Array:
-    """-(u dw/dx + v dw/dy): five transforms, of which four travel in the same messages."""
+    """Return -(u dw/dx + v dw/dy), by five transforms. Four of them travel in the same messages."""
     kx, ky = transform.wavenumbers()
     u, v, dx, dy = transform.backward([*velocity_modes(w, transform), 1j * kx * w, 1j * ky * w])
     return -transform.forward(u * dx + v * dy)
 
 
 def advance(w: jax.Array, viscosity: jax.Array, steps: int, transform: Transform) -> jax.Array:
-    """So many time steps."""
+    """Do `steps` time steps."""
     kx, ky = transform.wavenumbers()
-    half = jnp.exp(-viscosity * (kx**2 + ky**2) * TIME_STEP / 2)  # what viscosity leaves after half a step
+    half = jnp.exp(-viscosity * (kx**2 + ky**2) * TIME_STEP / 2)  # the part that viscosity leaves after half a step
 
     def step(_: int, w: jax.Array) -> jax.Array:
         a = advection(w, transform)
@@ -88,18 +88,18 @@ def advance(w: jax.Array, viscosity: jax.Array, steps: int, transform: Transform
 
 
 def energy(w: jax.Array, transform: Transform) -> jax.Array:
-    """The mean of half the square of the velocity."""
+    """Return the mean of half the square of the velocity."""
     u, v = transform.backward(list(velocity_modes(w, transform)))
     return allreduce(jnp.sum(u**2 + v**2), MPI.SUM) / (2 * math.prod(transform.physical_grid.global_shape))
 
 
 def final_energy(viscosity: jax.Array, w: jax.Array, steps: int, transform: Transform) -> jax.Array:
-    viscosity = jaxmpi.replicate(viscosity)  # each process damps other modes by it, so its cotangents are added
+    viscosity = jaxmpi.replicate(viscosity)  # each process damps other modes by it, so the cotangents are added
     return energy(advance(w, viscosity, steps, transform), transform)
 
 
 def make_vorticity(case: str, size: int, transform: Transform) -> jax.Array:
-    """Its modes, the same on any number of processes: each makes all of them and takes its part."""
+    """Return the modes, the same on any number of processes: each makes all of them and takes its part."""
     if case == "taylor-green":
         x = 2 * np.pi * np.arange(size) / size
         modes = np.fft.rfft2(2 * np.cos(x)[:, None] * np.cos(x), norm="forward")
@@ -113,7 +113,7 @@ def make_vorticity(case: str, size: int, transform: Transform) -> jax.Array:
 
 
 def load_checkpoint(folder: Path, transform: Transform) -> tuple[jax.Array, int]:
-    """The modes of the last state that is complete, and its steps."""
+    """Return the modes of the last state that is complete, and the number of steps."""
     newest = io.latest(folder)
     if newest is None:
         raise SystemExit(f"--restart: there is no complete state in {folder}")
@@ -216,7 +216,7 @@ def main() -> None:
 
     value = jaxmpi.jit(partial(final_energy, steps=options.steps, transform=transform))
     slope = jaxmpi.jit(jax.jacfwd(value))(viscosity, first)
-    short = min(options.steps, 20)  # the backward pass keeps what each step has computed
+    short = min(options.steps, 20)  # the backward pass keeps the results of each step
     backward = jaxmpi.jit(jax.grad(partial(final_energy, steps=short, transform=transform)))(viscosity, first)
     forward = jaxmpi.jit(jax.jacfwd(partial(final_energy, steps=short, transform=transform)))(viscosity, first)
     h = STEP * viscosity

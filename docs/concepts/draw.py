@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: `python docs/concepts/draw.py`. Needs matplotlib."""
+"""Draw the pictures of docs/concepts.md: `python docs/concepts/draw.py`. Needs matplotlib."""
 
 from pathlib import Path
 
@@ -25,10 +25,10 @@ def arrow(ax, start, end, style="-|>", colour=TEXT, width=1.1):
 
 
 def draw_order() -> None:
-    """What two ranks do while they execute `y = step(x)`, `z = bcast(y, 0)`, `print(z)`."""
+    """Draw what two ranks do while they execute `y = step(x)`, `z = bcast(y, 0)`, `print(z)`."""
     figure, ax = plt.subplots(figsize=(8.6, 3.5), layout="constrained")
     python, operations = (3.4, -0.4), (2.4, 0.6)
-    # The end of an operation is the same on both ranks, its beginning is not.
+    # An operation ends at the same time on both ranks, but begins at different times.
     ends = [("sendrecv", 4.6), ("sendrecv", 6.0), ("allreduce", 7.4), ("bcast", 8.8)]
     for rank, ready in enumerate((1.6, 3.6)):
         colour = COLOURS[rank]
@@ -37,10 +37,10 @@ def draw_order() -> None:
             box(ax, left, right, python[rank], text, colour, 0.35, edgecolor="white")
         box(ax, 0.2, ready, operations[rank], "computation", COMPUTED, edgecolor="white")
         for name, end in ends:
-            waited = max(ready, end - 1.0)
-            if waited > ready:
-                box(ax, ready, waited, operations[rank], "waits" if name == "sendrecv" and ready < 2 else "", WAITING)
-            box(ax, waited, end, operations[rank], name, colour, 0.8, edgecolor="white")
+            begin = max(ready, end - 1.0)
+            if begin > ready:
+                box(ax, ready, begin, operations[rank], "waits" if name == "sendrecv" and ready < 2 else "", WAITING)
+            box(ax, begin, end, operations[rank], name, colour, 0.8, edgecolor="white")
             ready = end + (0.1, 0.4)[rank]
             if name != "bcast":
                 box(ax, end, ready, operations[rank], "", COMPUTED, edgecolor="white")
@@ -61,7 +61,7 @@ def draw_order() -> None:
 
 
 def draw_values() -> None:
-    """A parameter, each rank's data, and a loss: the values on the way there, the cotangents on the way back."""
+    """Draw a parameter, each rank's data and a loss: values flow to the loss, cotangents flow back."""
     figure, ax = plt.subplots(figsize=(8.6, 3.3), layout="constrained")
     columns = [(0, 1.7), (3.4, 5.1), (5.8, 7.5), (9.2, 10.9)]
     names = [("w", "w"), ("w", "w"), ("error of\nits own data", "error of\nits own data"), ("loss", "loss")]

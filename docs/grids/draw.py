@@ -1,6 +1,6 @@
 """Draws the pictures of docs/grids.md and docs/fft.md: `python docs/grids/draw.py`. Needs matplotlib.
 
-What is drawn is computed by the same function as the plans of `Grid.exchange`.
+The function that makes the plans of `Grid.exchange` also computes the pictures.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 
 
 def cells_of(box: Box) -> list[tuple[int, ...]]:
-    """The indices of a box, in the order in which they travel."""
+    """Return the indices of a box, in the order in which they travel."""
     along = [
         [start + i * step for i in range(count)]
         for start, count, step in zip(box.starts, box.counts, box.steps, strict=True)
@@ -30,12 +30,12 @@ def cells_of(box: Box) -> list[tuple[int, ...]]:
 
 
 def origins(halo: Halo, rank: int, field: Field) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]] | float]:
-    """For each cell of a halo that is filled the rank and the cell that it comes from, or its number."""
-    found = {}
+    """Return for each filled cell of a halo the rank and the cell that it comes from, or a number."""
+    filled = {}
     for _, source, written, read in _regions(halo, rank, field):
         for at, cell in enumerate(cells_of(written)):
-            found[cell] = (source, cells_of(read)[at]) if isinstance(read, Box) else read.value
-    return found
+            filled[cell] = (source, cells_of(read)[at]) if isinstance(read, Box) else read.value
+    return filled
 
 
 def draw_exchange() -> None:
@@ -45,10 +45,10 @@ def draw_exchange() -> None:
     figure, axes = plt.subplots(2, 2, figsize=(8.4, 6.2), layout="constrained")
     for rank, ax in enumerate(axes.flat):
         shape = field.shape(halo, rank)
-        found = origins(halo, rank, field)
+        filled = origins(halo, rank, field)
         for cell in np.ndindex(*shape):
             inside = all(0 < i <= n for i, n in zip(cell, layout.block(rank), strict=True))
-            source = rank if inside else found[cell][0] if cell in found else None
+            source = rank if inside else filled[cell][0] if cell in filled else None
             colour = LEFT_ALONE if source is None else COLOURS[source]
             ax.add_patch(plt.Rectangle(cell[::-1], 1, 1, facecolor=colour, alpha=1 if inside else 0.45, edgecolor="w"))
             if source is not None and not inside:
@@ -70,12 +70,12 @@ def draw_rules() -> None:
         name = rule.text if isinstance(rule, Number) else repr(rule)
         halo = Halo(layout, ((2, 2),), True)
         field = Field((0,), (), (False,), np.dtype(np.float32), ((rule, rule),))
-        found = origins(halo, 0, field)
+        filled = origins(halo, 0, field)
         for cell in range(9):
             inside = 2 <= cell < 7
             text = "abcde"[cell - 2] if inside else "·"
-            if (cell,) in found:
-                origin = found[cell,]
+            if (cell,) in filled:
+                origin = filled[cell,]
                 text = "abcde"[origin[1][0] - 2] if isinstance(origin, tuple) else str(origin)
             colour = COLOURS[0] if inside else LEFT_ALONE if text == "·" else COLOURS[1]
             patch = plt.Rectangle((cell, row), 0.96, 0.9, facecolor=colour, alpha=1 if inside else 0.5)
@@ -104,11 +104,11 @@ def draw_staggered() -> None:
         field = Field((0,), (), (staggered,), np.dtype(np.float32), ((None, None),))
         for rank in range(2):
             y, first = 2.4 * row + rank, 4 * rank
-            found = origins(halo, rank, field)
+            filled = origins(halo, rank, field)
             for cell in range(field.shape(halo, rank)[0]):
                 x = first + cell - 1 - (0.5 if staggered else 0)
                 inside = 1 <= cell < 5 + staggered
-                source = rank if inside else found[cell,][0] if (cell,) in found else None
+                source = rank if inside else filled[cell,][0] if (cell,) in filled else None
                 colour = LEFT_ALONE if source is None else COLOURS[source]
                 shared = staggered and inside and x == 3.5
                 ax.add_patch(plt.Rectangle((x, y), 0.9, 0.8, facecolor=colour, alpha=1 if inside else 0.45))
@@ -123,7 +123,7 @@ def draw_staggered() -> None:
 
 
 def draw_pencils() -> None:
-    """The divisions through which a transform along all axes of a cube goes, on four ranks."""
+    """Draw the divisions of a transform along all axes of a cube, on four ranks."""
     shape = (4, 4, 4)
     dims = [(1, 2, 2)]
     for axis in (1, 2):

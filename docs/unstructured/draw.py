@@ -1,6 +1,6 @@
 """Draws the picture of docs/unstructured.md: `python -m jaxmpi.run -n 3 docs/unstructured/draw.py`.
 
-Needs matplotlib. What is drawn is what the map of each rank says.
+Needs matplotlib. The picture shows the map of each rank.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def mesh() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The points and triangles of a mesh, and the rank that owns each point."""
+    """Return the points and triangles of a mesh, and the rank that owns each point."""
     rng = np.random.default_rng(4)
     points = np.stack(np.meshgrid(np.arange(7.0), np.arange(4.0)), -1).reshape(-1, 2)
     points += rng.uniform(-0.25, 0.25, points.shape)
