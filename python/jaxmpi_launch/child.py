@@ -439,7 +439,7 @@ def main() -> None:
         _Interrupts()
     threading.excepthook = _fail_in_thread
     os._exit = _exit_at_once
-    os.execv, os.execve = _goes_on(os.execv), _goes_on(os.execve)  # type: ignore[assignment]
+    os.execv, os.execve = _goes_on(os.execv), _goes_on(os.execve)
     try:
         _run(arguments)
     except SystemExit as stop:

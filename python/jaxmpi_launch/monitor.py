@@ -184,12 +184,12 @@ def ready(files: list[int], seconds: float | None) -> list[int]:
 
 def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
     """Return the table in words, with and without times; ranks that do the same are one line."""
-    simple = {("ended",): "has ended", ("dead",): "has died", ("spare",): "is spare", ("elsewhere",): _ELSEWHERE}
+    simple = {"ended": "has ended", "dead": "has died", "spare": "is spare", "elsewhere": _ELSEWHERE}
     lines: dict[str, list[int]] = {}
     longest: dict[str, float] = {}
     for rank, state in table.items():
         if len(state) != 4:
-            line = simple.get(state, _SILENT)
+            line = simple.get(state[0] if state else "", _SILENT)
         elif float(state[0]) < 0:
             line = "is in no operation" + (f"; {state[3]}" if state[3] else "")
         else:
