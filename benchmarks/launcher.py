@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from jaxmpi._launcher import monitor
+from jaxmpi_launch import monitor
 
 ANSWER = "0.5\nallreduce of 5 float32, op SUM\nthe default communicator\nPython is at here.py:7"
 

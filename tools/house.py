@@ -150,7 +150,7 @@ def figures() -> dict[str, int]:
         "lines of python": lines("python"),
         "lines of tests": lines("tests"),
         "lines of docs": lines("docs/*.md", "docs/**/*.md", "README.md", "CONTRIBUTING.md"),
-        "lines of the launcher": lines("python/jaxmpi/run.py", "python/jaxmpi/_launcher", "python/jaxmpi_launch"),
+        "lines of the launcher": lines("python/jaxmpi/run.py", "python/jaxmpi_launch"),
         "rows of ops.def": rows("csrc/core/ops.def", r"^(OP|OPERATION|ROW)\("),
         "settings": len(set(re.findall(r'"(JAXMPI_[A-Z_]+)"\)', settings))),
         "marks of pytest": rows("pyproject.toml", r'^  "\w+(\(.*?\))?: '),

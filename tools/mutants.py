@@ -32,14 +32,14 @@ RULES = {
     "csrc": ["universal.rules", "c_like.rules", "c.rules"],
     "python": ["universal.rules", "python.rules"],
 }
-SOURCES = {"csrc": "csrc/*/*.c", "python": "python/jaxmpi/**/*.py"}
+SOURCES = {"csrc": "csrc/*/*.c", "python": "python/**/*.py"}
 FOLDERS = {
     "_bench": "doors",
     "_derivatives": "derivatives",
     "_files": "files",
     "_grid": "grid",
     "_jax": "primitive",
-    "_launcher": "launcher",
+    "jaxmpi_launch": "launcher",
     "_mpi": "mpi",
     "_operations": "operations",
     "_primitive": "primitive",
@@ -145,7 +145,7 @@ def steps(mutant: Mutant) -> list[list[str]]:
     """What `make test` runs, in the order in which it most likely finds the change."""
     python = ".venv/bin/python"
     part, *folders = Path(mutant.file).parts
-    name = folders[1] if part == "python" else folders[0]
+    name = next((word for word in folders if word in FOLDERS), "")
     tests = [f"tests/{FOLDERS.get(name, 'operations')}"] if name in FOLDERS else ["tests/operations", "tests/doors"]
     likely = [
         [python, "-m", "jaxmpi.run", "-n", "2", *BRIEF, *tests],

@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #include "core/abi.h"
-#include "core/private.h"
 
 enum { FAILED = 1 }; /* the code of a job that ends here */
 
@@ -25,10 +24,7 @@ void job_begin(void) {
 bool job_has_folder(void) { return folder != NULL; }
 
 /* Its descriptor, or -1. It is not kept: a program may close it, and get its number for something else. */
-static int open_folder(void) {
-  const char *reason;
-  return folder != NULL ? private_own_folder(folder, &reason) : -1;
-}
+static int open_folder(void) { return folder != NULL ? open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1; }
 
 enum { NAME = 64 };
 
@@ -43,7 +39,7 @@ void job_tell(const char *kind, const char *content, size_t length) {
   name_of(name, kind, "");
   name_of(draft, kind, ".draft");
   unlinkat(in, draft, 0); /* of a write that has failed */
-  int file = private_create(in, draft, 0600);
+  int file = openat(in, draft, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file >= 0) {
     bool whole = write(file, content, length) == (ssize_t)length;
     close(file);
@@ -52,7 +48,7 @@ void job_tell(const char *kind, const char *content, size_t length) {
   close(in);
 }
 
-/* Whether the launcher asks: a byte is in a FIFO then, which nobody takes but who put it there (lifeline.py). Of the
+/* Whether the launcher asks: a byte is in a FIFO then, which the launcher alone takes away (folder.py). Of the
  * disk nothing is asked: the descriptor is kept, and made once more if the program has closed it, and may have got its
  * number for something else. */
 static bool bell_rings(void) {
@@ -80,7 +76,7 @@ void job_question(char *text, size_t size) {
   if (!bell_rings()) return;
   int in = open_folder();
   if (in < 0) return;
-  int file = private_open(in, "ask");
+  int file = openat(in, "ask", O_RDONLY | O_CLOEXEC);
   close(in);
   if (file < 0) return;
   ssize_t length = read(file, text, size - 1);

@@ -3,7 +3,7 @@
  * The launcher may name a folder to ranks on its machine, in JAXMPI_JOB_FOLDER. There a rank leaves files RANK.kind,
  * written at once and whole: `report` (something waits for long), `state` (the answer to a question), `aborts` (it is
  * about to end the job: the code, and in the next line the reason). What the launcher does with them:
- * python/jaxmpi/_launcher/monitor.py.
+ * python/jaxmpi_launch/monitor.py.
  *
  * Threads: any. Nothing here takes a lock; only one at a time may leave files of one kind. */
 #ifndef JAXMPI_JOB_H
@@ -18,7 +18,7 @@ void job_begin(void);
 /* Whether the launcher has named a folder. */
 bool job_has_folder(void);
 
-/* Leaves a file RANK.kind, or nothing where it cannot be written, or the folder is not certainly this user's alone. */
+/* Leaves a file RANK.kind, or nothing where it cannot be written. */
 void job_tell(const char *kind, const char *content, size_t length);
 
 /* What the launcher's question file holds, in a text of `size`; empty if it asks nothing now. One thread alone. */

@@ -5,8 +5,6 @@
  * It must belong to this user or to root. If everyone may write into it it must be sticky, as /tmp is. That a group may
  * write into it is a choice of its owner's.
  *
- * The folder of a job is this user's alone; python/jaxmpi/_launcher/private.py does the same as what is here for it.
- *
  * Threads: any. Nothing here takes a lock, or keeps anything. */
 #ifndef JAXMPI_PRIVATE_H
 #define JAXMPI_PRIVATE_H
@@ -17,16 +15,7 @@
  * "it belongs to another user". */
 int private_folder(const char *path, const char **reason);
 
-/* The descriptor, or -1, of a folder that is this user's alone: nobody else may read or write in it, and the last part
- * of its path is no link. */
-int private_own_folder(const char *path, const char **reason);
-
 /* The descriptor of a new file in it, to be written at its end. `name` is of the file alone. -1: errno; EEXIST where
  * there is anything of that name, also a link that leads nowhere. */
 int private_create(int folder, const char *name, mode_t mode);
-
-/* The descriptor of a file of this user's, to be read. -1: errno; ELOOP for a link, EPERM for what is no regular file
- * or another user's. */
-int private_open(int folder, const char *name);
-
 #endif

@@ -10,7 +10,7 @@ import platform
 import sys
 from importlib import import_module
 
-from jaxmpi._launcher import before_jax, versions
+from jaxmpi_launch import before_jax, sharded_state, versions
 
 _bound = _started = False
 """Whether the core knows MPI, from when on other ranks take part in the import; and whether all is done."""
@@ -38,7 +38,7 @@ def start() -> None:
 def _start() -> None:
     global _bound
     _load_core()
-    before_jax.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
+    sharded_state.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
 
     from jaxmpi._mpi import settings  # noqa: F401 (before MPI is initialized)
 
@@ -62,7 +62,7 @@ def _start() -> None:
     from jaxmpi._operations import table  # noqa: F401 (all operations: compares them with those of the core)
 
     _contract.install()  # the hooks of derivatives
-    before_jax.taken()
+    sharded_state.taken()
     before_jax.register()  # for jax.distributed.initialize()
 
 

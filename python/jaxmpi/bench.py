@@ -16,9 +16,9 @@ import numpy as np
 from mpi4py import MPI
 from mpi4py.run import set_abort_status
 
-from jaxmpi import run
 from jaxmpi._bench import options, report, timing
 from jaxmpi._mpi import library
+from jaxmpi_launch import versions
 
 COMM = MPI.COMM_WORLD
 
@@ -35,7 +35,7 @@ def _header(choices: Any, plan: timing.Plan) -> dict[str, Any]:
         "ranks": COMM.size,
         "hosts": list(dict.fromkeys(COMM.allgather(MPI.Get_processor_name()))),
         "mpi": " ".join(re.split(r"[,\n]", library.LIBRARY.version)[0].split()),
-        "jaxmpi": run.version_of("jaxmpi"),
+        "jaxmpi": versions.shown("jaxmpi"),
         "jax": jax.__version__,
         "device": choices.placed.device_kind if choices.placed.platform != "cpu" else "cpu",
         "dtype": choices.dtype,

@@ -5,17 +5,18 @@ import platform
 import sys
 from collections.abc import Iterator
 
-from jaxmpi import _start, run
-from jaxmpi._launcher import before_jax, versions
+from jaxmpi import _start
 from jaxmpi._mpi import import_errors
+from jaxmpi_launch import mpiexec as launch
+from jaxmpi_launch import sharded_state, versions
 
 
 def facts() -> Iterator[tuple[str, str]]:
     """Yield pairs of name and value. Raise the same errors as an import of the package."""
-    yield "jaxmpi", run.version_of("jaxmpi")
+    yield "jaxmpi", versions.shown("jaxmpi")
     yield "Python", f"{platform.python_version()} ({sys.executable})"
-    yield "JAX", f"{run.version_of('jax')}, jaxlib {run.version_of('jaxlib')}"
-    yield "mpi4py", run.version_of("mpi4py")
+    yield "JAX", f"{versions.shown('jax')}, jaxlib {versions.shown('jaxlib')}"
+    yield "mpi4py", versions.shown("mpi4py")
     _start.start()
     from jaxmpi import _core
     from jaxmpi._mpi import library
@@ -33,8 +34,8 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "ABI copy", f"{library.LIBRARY.abi} (in {_core.__file__})"
     yield "thread level", levels[MPI.Query_thread()]
     yield "rank", f"{MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on {MPI.Get_processor_name()}"
-    yield "mpiexec", run.find_mpiexec() or "none"
-    yield "cores", f"{run.physical_cores()} for this process"
+    yield "mpiexec", launch.find_mpiexec() or "none"
+    yield "cores", f"{launch.physical_cores()} for this process"
     import jax
 
     yield "devices", ", ".join(str(device) for device in jax.devices())
@@ -57,7 +58,7 @@ def facts() -> Iterator[tuple[str, str]]:
     possible = f"--collectives gloo; not mpi: {reason}" if reason else "--collectives mpi or gloo"
     yield (
         "sharded programs",
-        f"by {before_jax.state.kind}" if before_jax.state.kind is not None else f"not asked for ({possible})",
+        f"by {sharded_state.state.kind}" if sharded_state.state.kind is not None else f"not asked for ({possible})",
     )
     yield "eager programs", f"{operation.eager_programs()} kept, 4096 at most for each communicator"
 
@@ -72,10 +73,10 @@ def problems() -> Iterator[str]:
     if problem := versions.unmet():
         yield problem
     abi, path = library.LIBRARY.abi, library.LIBRARY.path
-    mpiexec = run.find_mpiexec()
+    mpiexec = launch.find_mpiexec()
     problem = launch_check.text(MPI.COMM_WORLD.size, abi, path, os.environ)
     if not problem and mpiexec is not None and MPI.COMM_WORLD.size == 1:
-        problem = launch_check.of_another(mpiexec, run.flavour(mpiexec), abi, path)
+        problem = launch_check.of_another(mpiexec, launch.flavour(mpiexec), abi, path)
     if problem:
         yield problem
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -89,7 +90,7 @@ def problems() -> Iterator[str]:
     elif len(packages := import_errors.packages()) > 1:
         yield f"{import_errors.how_to_install(packages)}."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    threads = int(os.environ.get("PJRT_NPROC") or len(run.usable_cpus()))
+    threads = int(os.environ.get("PJRT_NPROC") or len(launch.usable_cpus()))
     if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):
         yield (
             f"{node.size} ranks on this machine share its cores, and each has XLA threads for all cores that it may "

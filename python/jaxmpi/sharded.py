@@ -8,8 +8,10 @@ Under `python -m jaxmpi.run --collectives mpi` a program imports nothing. Under 
 before it imports jax. See docs/sharded.md.
 """
 
-from jaxmpi._launcher import before_jax as _before_jax
-from jaxmpi._launcher.before_jax import why_not_mpi
+from jaxmpi_launch import before_jax as _before_jax
+from jaxmpi_launch.command import COLLECTIVES as _COLLECTIVES
+from jaxmpi_launch.sharded_state import state as _state
+from jaxmpi_launch.sharded_state import why_not_mpi
 
 __all__ = ["install", "why_not_mpi"]
 
@@ -29,9 +31,9 @@ def install(kind: str = "mpi") -> None:
     """
     import jax
 
-    if kind not in _before_jax.KINDS:
-        raise ValueError(f"jaxmpi.sharded.install: kind must be one of {', '.join(_before_jax.KINDS)}, got {kind!r}")
-    if _before_jax.state.kind != kind and jax._src.xla_bridge.backends_are_initialized():
+    if kind not in _COLLECTIVES:
+        raise ValueError(f"jaxmpi.sharded.install: kind must be one of {', '.join(_COLLECTIVES)}, got {kind!r}")
+    if _state.kind != kind and jax._src.xla_bridge.backends_are_initialized():
         raise RuntimeError(
             "jaxmpi.sharded.install: JAX has made its devices already (an array, jax.devices()). Call it before."
         )

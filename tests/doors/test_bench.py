@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxmpi import bench
-from jaxmpi import run as launcher
 from jaxmpi._bench import data, operations, options, report, timing
 from jaxmpi._bench.operations import OPERATIONS, Case
 from jaxmpi._operations import table
+from jaxmpi_launch import mpiexec
 from support.launch import launch
 from support.rows import each, row_by_row, rows
 from support.table import CASES, UFUNCS
@@ -386,7 +386,7 @@ def test_what_cannot_be_exact():
 def test_interrupt(ranks):
     """Said in one line. Open MPI's launcher ends its ranks without a word, with an exit code of its own."""
     done = launch(ranks, "-m", "jaxmpi.bench", "allreduce", "--seconds", 2, check=False, interrupt_at="of the array")
-    if ranks > 0 and launcher.flavour(launcher.find_mpiexec()) == "openmpi":
+    if ranks > 0 and mpiexec.flavour(mpiexec.find_mpiexec()) == "openmpi":
         assert done.returncode != 0
         return
     assert done.returncode == 130

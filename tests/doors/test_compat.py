@@ -13,9 +13,9 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import compat, run
-from jaxmpi._launcher import written_for
+from jaxmpi import compat
 from jaxmpi.compat import _install, _mpi4jax
+from jaxmpi_launch import written_for
 from support.launch import launch
 from support.rows import each
 from support.table import NEW_JAX
@@ -193,7 +193,7 @@ def test_calls_for_the_other_api(capsys):
         error, warned = "", []
         for chosen in ("mpi4jax", "mpi4jax-token"):
             try:
-                run.check_calls(["jpi", chosen], tree, "a.py")
+                written_for.check(["jpi", chosen], tree, "a.py")
             except SystemExit as ended:
                 error = str(ended)
             warned.append(capsys.readouterr().err)

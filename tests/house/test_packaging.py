@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._launcher import versions
+from jaxmpi_launch import versions
 
 pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import pytest
 
 import jaxmpi._core as _core
 from jaxmpi import _start
-from jaxmpi._launcher import monitor
 from jaxmpi._mpi import communicators, library, timeline
 from jaxmpi._mpi.settings import Settings
+from jaxmpi_launch import monitor
 from programs import errors_page
 from support.launch import launch, outside_of_a_job, started, written
 from support.rows import one_each_time

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._launcher import guard, monitor
+from jaxmpi_launch import guard, monitor
 from programs import errors_page
 from support import limits
 from support.launch import end_what_is_left, is_openmpi, launch, outside_of_a_job, started, until, written
@@ -164,14 +164,14 @@ def test_main_returns_the_status(tmp_path):
     """Also in a thread, and the program goes on, with its own signals."""
     program = f"""
         import os, signal, threading, time
-        from jaxmpi import run
+        from jaxmpi_launch import command, mpiexec
         words = {words(tmp_path, "sys.exit(7)")[3:]!r}
         before = signal.getsignal(signal.SIGINT)
-        found = [run.main(words)]
-        thread = threading.Thread(target=lambda: found.append(run.main(words)))
+        found = [command.main(words)]
+        thread = threading.Thread(target=lambda: found.append(command.main(words)))
         thread.start(); thread.join()
         files = sorted(os.listdir("/proc/self/fd"))
-        run.main(["--mpiexec-args=", *words])
+        command.main(["--mpiexec-args=", *words])
         while threading.active_count() > 1: time.sleep(0.01)
         print(found, signal.getsignal(signal.SIGINT) is before, files == sorted(os.listdir("/proc/self/fd")))
     """
@@ -196,8 +196,8 @@ def test_more_descriptors_than_select_takes(way, tmp_path):
         if {way.startswith("it")}:
             for file in files: os.set_inheritable(file, True)
             sys.exit(subprocess.run({command!r}, close_fds=False).returncode)
-        from jaxmpi import run
-        sys.exit(run.main({command[3:]!r}))
+        from jaxmpi_launch import command, mpiexec
+        sys.exit(command.main({command[3:]!r}))
     """
     done = finished([sys.executable, written(tmp_path, program)], input="abc", capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (7, "errerr")

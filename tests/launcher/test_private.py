@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._launcher import lifeline, private
+from jaxmpi_launch import lifeline, private
 from programs import errors_page
 
 pytestmark = pytest.mark.alone

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi import run
-from jaxmpi._launcher import versions
 from jaxmpi._mpi import import_errors, launch_check
+from jaxmpi_launch import mpiexec, versions
 from programs import launched
 from support import jobs
 from support.launch import launch, outside_of_a_job
@@ -184,24 +183,24 @@ def test_arguments_and_exit_code(kind, tmp_path):
 
 
 def test_shares():
-    assert run.settings(0, {})["PJRT_NPROC"] == "1"
-    assert run.settings(4, {})["PJRT_NPROC"] == "4"
-    assert "PJRT_NPROC" not in run.settings(4, {"PJRT_NPROC": "7"})
-    assert "OMP_NUM_THREADS" not in run.settings(4, {"OMP_NUM_THREADS": "7"})
-    assert "OMPI_MCA_mpi_yield_when_idle" in run.settings(0, {})
-    assert "OMPI_MCA_mpi_yield_when_idle" not in run.settings(1, {})
-    assert run.placement("openmpi", 4, ["A"]) == ["--map-by", "slot:PE=4", "--bind-to", "core", "-x", "A"]
-    assert run.placement("openmpi", 0, []) == ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-    assert run.placement("hydra", 2, ["A"]) == ["-bind-to", "core:2"]
-    assert run.placement("hydra", 0, []) == ["-bind-to", "none"]
-    assert run.placement("other", 2, []) == []
+    assert mpiexec.settings(0, {})["PJRT_NPROC"] == "1"
+    assert mpiexec.settings(4, {})["PJRT_NPROC"] == "4"
+    assert "PJRT_NPROC" not in mpiexec.settings(4, {"PJRT_NPROC": "7"})
+    assert "OMP_NUM_THREADS" not in mpiexec.settings(4, {"OMP_NUM_THREADS": "7"})
+    assert "OMPI_MCA_mpi_yield_when_idle" in mpiexec.settings(0, {})
+    assert "OMPI_MCA_mpi_yield_when_idle" not in mpiexec.settings(1, {})
+    assert mpiexec.placement("openmpi", 4, ["A"]) == ["--map-by", "slot:PE=4", "--bind-to", "core", "-x", "A"]
+    assert mpiexec.placement("openmpi", 0, []) == ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+    assert mpiexec.placement("hydra", 2, ["A"]) == ["-bind-to", "core:2"]
+    assert mpiexec.placement("hydra", 0, []) == ["-bind-to", "none"]
+    assert mpiexec.placement("other", 2, []) == []
 
 
 def test_variables_for_other_machines():
     names = ["XLA_FLAGS", "JAXMPI_CHECK", "HOME", "OMP_NUM_THREADS", "OMPI_ALLOW_RUN_AS_ROOT"]
     given = ["--hostfile", "hosts", "-x", "OMP_NUM_THREADS=2"]
-    assert run.exports("openmpi", given, names) == ["-x", "JAXMPI_CHECK", "-x", "XLA_FLAGS"]
-    assert run.exports("hydra", given, names) == []
+    assert mpiexec.exports("openmpi", given, names) == ["-x", "JAXMPI_CHECK", "-x", "XLA_FLAGS"]
+    assert mpiexec.exports("hydra", given, names) == []
 
 
 @pytest.mark.parametrize("options", [["-X", "dev", "-m"], ["-W", "ignore", "-um"], ["-Bm"]])
@@ -229,7 +228,7 @@ def test_flavours(tmp_path):
     mpiexec.chmod(0o755)
     for said, kind in FLAVOURS.items():
         (tmp_path / "said").write_text(said)
-        assert run.flavour(str(mpiexec)) == kind, said
+        assert mpiexec.flavour(str(mpiexec)) == kind, said
 
 
 def test_mpiexec_that_cannot_be_started(monkeypatch):
@@ -238,7 +237,7 @@ def test_mpiexec_that_cannot_be_started(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", fork)
     with pytest.raises(SystemExit, match=r"^jaxmpi.run: mpiexec cannot be started: .*temporarily unavailable$"):
-        run.flavour("mpiexec")
+        mpiexec.flavour("mpiexec")
 
 
 @pytest.mark.parametrize("name", ["-c", "--as"])
@@ -250,7 +249,7 @@ def test_script_with_the_name_of_an_option(name, tmp_path, monkeypatch):
 
 def test_cpus_where_the_system_does_not_tell(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert 1 <= run.physical_cores() <= len(run.usable_cpus()) == os.cpu_count()
+    assert 1 <= mpiexec.physical_cores() <= len(mpiexec.usable_cpus()) == os.cpu_count()
 
 
 @pytest.mark.nightly
@@ -271,12 +270,12 @@ def test_job_of_slurm_without_srun(script, tmp_path):
 def test_job_of_slurm_with_srun(monkeypatch, capsys):
     """The launcher by srun would be started several times; several machines need their numbers of ranks."""
     with pytest.raises(SystemExit, match=r"srun has started 4 of this launcher, each of which would start 2 ranks"):
-        run.check_scheduler({"SLURM_STEP_NUM_TASKS": "4"}, 2, False)
+        mpiexec.check_scheduler({"SLURM_STEP_NUM_TASKS": "4"}, 2, False)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    run.check_scheduler({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NNODES": "1"}, 1, False)
-    run.check_scheduler({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NNODES": "2"}, 2, True)
+    mpiexec.check_scheduler({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NNODES": "1"}, 1, False)
+    mpiexec.check_scheduler({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NNODES": "2"}, 2, True)
     assert capsys.readouterr().err == ""
-    run.check_scheduler({"SLURM_NNODES": "2"}, 4, False)
+    mpiexec.check_scheduler({"SLURM_NNODES": "2"}, 4, False)
     assert "a job of Slurm on 2 machines" in capsys.readouterr().err
 
 
@@ -371,16 +370,16 @@ def test_variables_that_name_machines(present, others, tmp_path):
         if re.search("(?i)file", name) and not value.startswith(("/", "TMP")):
             (tmp_path / name).write_text(variables[name])
             variables[name] = str(tmp_path / name)
-    assert run.names_other_machines(variables) == others
+    assert mpiexec.names_other_machines(variables) == others
 
 
 def test_little_shared_memory(monkeypatch, capsys):
-    run.warn_of_little_memory(2, folder="/nowhere")
+    mpiexec.warn_of_little_memory(2, folder="/nowhere")
     free = types.SimpleNamespace(f_bavail=2048, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda folder: free)
-    run.warn_of_little_memory(2)
+    mpiexec.warn_of_little_memory(2)
     assert capsys.readouterr().err == ""
-    run.warn_of_little_memory(3)
+    mpiexec.warn_of_little_memory(3)
     assert "has 8 MiB free, which may be too little for 3 ranks" in capsys.readouterr().err
 
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxmpi import run
-from jaxmpi._launcher import accelerators
+from jaxmpi_launch import accelerators, command
 from support.launch import launch
 from support.rows import one_each_time
 
@@ -114,10 +113,10 @@ def test_no_driver_no_counts(monkeypatch):
 def test_switch(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("")
-    assert run.parse(["-n", "2", str(program)]).devices == "rank"
-    assert run.parse(["-n", "2", "--devices", "all", str(program)]).devices == "all"
+    assert command.parse(["-n", "2", str(program)]).devices == "rank"
+    assert command.parse(["-n", "2", "--devices", "all", str(program)]).devices == "all"
     with pytest.raises(SystemExit):
-        run.parse(["-n", "2", "--devices", "some", str(program)])
+        command.parse(["-n", "2", "--devices", "some", str(program)])
     for options, shown in [([], "--devices rank"), (["--devices", "all"], "--devices all")]:
         done = launch(2, *options, "--dry-run", program)
         assert f"child.py {shown} {program}" in done.stdout

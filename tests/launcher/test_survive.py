@@ -441,7 +441,7 @@ JOBS = {
         """,
         {
             ": ProcessFailed\n": 2,
-            "the saved state is lost. All ranks that had the blocks of rank 1 of 4 have died. Keep more copies, by copies=": 2,
+            "the saved state is lost. All ranks that had the blocks of rank 1 of 4 have died. Keep more copies, by copies=": 2,  # noqa: E501
         },
     ),
     # What ranks of files, maps and replicas tell each other, where MPI knows of a death and returns what it has not

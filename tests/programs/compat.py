@@ -97,7 +97,7 @@ def check(row, folder, cases):
     passed = [line for output in suites for line in output.splitlines() if " passed" in line]
     tried = python("-c", "from jaxmpi._jax import internals; print(internals.NEWEST_TRIED)").strip()
     if row.jax == "newest" and facts["JAX"].split(",")[0] != tried:
-        passed.append(f"NEWEST_TRIED in _launcher/versions.py is {tried}")
+        passed.append(f"NEWEST_TRIED in jaxmpi_launch/versions.py is {tried}")
     return f"JAX {facts['JAX'].split(',')[0]}, {facts['ABI copy'].split()[0]}: {' and '.join(passed)}"
 
 

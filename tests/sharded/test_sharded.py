@@ -20,8 +20,8 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi._jax import internals
-from jaxmpi._launcher import before_jax
 from jaxmpi._sharded import communicators
+from jaxmpi_launch import before_jax
 from support.rows import each
 
 KIND = before_jax.state.kind

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
-from jaxmpi._launcher import before_jax
+from jaxmpi_launch import before_jax
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ALL = os.environ.get("JAXMPI_TEST_LAYOUTS") == "all"

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 
-from jaxmpi import run
+from jaxmpi_launch import mpiexec
 from support import limits
 
 
@@ -56,7 +56,7 @@ def started(command, seconds=60, **options):
 @functools.cache
 def is_openmpi():
     """Whether the MPI of this environment is."""
-    return run.flavour(run.find_mpiexec() or "") == "openmpi"
+    return mpiexec.flavour(mpiexec.find_mpiexec() or "") == "openmpi"
 
 
 def until(condition, seconds=60):
@@ -98,8 +98,8 @@ def launch(
     clean = outside_of_a_job() | {"JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, program)]
     if plain:
-        clean.update(run.settings(1, clean))
-        command = [run.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
+        clean.update(mpiexec.settings(1, clean))
+        command = [mpiexec.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
     if ranks == 0:
         command = [sys.executable, *map(str, program)]
     command = [*through, *command]

@@ -29,8 +29,6 @@ def begin() -> None:
         environment["LD_PRELOAD"] = str(folder / "libaware.so")
     else:
         environment["JAXMPI_DEVICE_TRANSPORT"] = TRANSPORT
-    if LEAVES:
-        environment["JAXMPI_DEVICE_COPY"] = "0"  # parts of arrays rather than all of them, however small
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
@@ -51,6 +49,8 @@ class Device:
 
         assert library.DEVICES.aware == (TRANSPORT == "aware"), library.DEVICES
         assert TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
+        if LEAVES:
+            _core.configure(copy_bytes=0)  # parts of arrays rather than all of them, however small
         folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
         self._bridge = ctypes.CDLL(str(folder / "libbridge.so"))
         self._bridge.bridge_handler.restype = ctypes.c_void_p

@@ -28,7 +28,7 @@ except ImportError:  # before JAX 0.8
     hijax = None  # type: ignore[assignment]
 
 from jaxmpi._jax.primitives import Primitive
-from jaxmpi._launcher.versions import NEWEST_TRIED, numbers
+from jaxmpi_launch.versions import NEWEST_TRIED, numbers
 
 Function = Callable[..., Any]
 Effect = effects.Effect

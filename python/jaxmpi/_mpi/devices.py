@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi._launcher.accelerators import allows
 from jaxmpi._mpi.settings import Settings
+from jaxmpi_launch.accelerators import allows
 
 _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
 
 CHUNK = 4 << 20
 """Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
-COPY_BYTES = 1 << 16
-"""The bytes that a device copies in the time that it takes to start a copy, where nobody has measured them."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,6 @@ class Choice:
     """The chunk size that this rank asks for, in bytes; 0: it does not need chunks."""
     everywhere: bool = False
     """Whether it asks for chunks on all communicators: the user has set the size."""
-    copy_bytes: int = COPY_BYTES
-    """The bytes that a device copies in the time that it takes to start a copy: they decide whether parts of arrays are
-    copied, or all."""
     flags_asked: bool = False
     """Whether the user has asked for the transport flags: a device without flags then raises and takes no callback."""
 
@@ -86,7 +81,7 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
 
 def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]:
     """Return the user's choice (on, off, or None) and the variable that makes it."""
-    applies = {"MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms, "MPI4JAX_USE_SYCL_MPI": "SYCL" in platforms}
+    applies = {"MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms}
     for name, value in settings.device_mpi.items():
         if applies.get(name, True):
             return value == "on", f"{name}={value}"
@@ -161,10 +156,10 @@ def choose(
             RuntimeWarning,
             stacklevel=2,
         )
-    wish, copy = settings.device_chunk, settings.device_copy
+    wish = settings.device_chunk
     chunk = wish if wish is not None else CHUNK if used and not aware else 0
     asked = settings.device_transport == "flags"
-    rest = (chunk, wish is not None, COPY_BYTES if copy is None else copy, asked)
+    rest = (chunk, wish is not None, asked)
     if not platforms:
         return Choice(drivers, False, transport, "no driver", *rest)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"

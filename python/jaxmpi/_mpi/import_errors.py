@@ -4,7 +4,7 @@ import ctypes.util
 import platform
 from collections.abc import Mapping, Sequence
 
-from jaxmpi._launcher import versions
+from jaxmpi_launch import versions
 
 LOOKED_FOR = "libmpi.so, libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI)"
 """The files that mpi4py's packages for every MPI look for (mpi4py/_mpiabi.py). Debian's mpi4py is bound to one

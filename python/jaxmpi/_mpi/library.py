@@ -145,7 +145,6 @@ def bind() -> None:
         aware=DEVICES.aware,
         transport=DEVICES.transport,
         flags_asked=DEVICES.flags_asked,
-        copy_bytes=DEVICES.copy_bytes,
     )
     # In the same order in every run, so that a cached program finds them under the same numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), stable_key("COMM_SELF"))

@@ -1,7 +1,7 @@
 """The settings of this process: the package's variables of the environment, all of them read once, at import.
 
 What the variables mean to users is in docs/running.md, docs/errors.md and docs/gpu.md. Variables that belong to the
-launcher (python/jaxmpi/_launcher) or to an MPI library are read where they are used.
+launcher (python/jaxmpi_launch) or to an MPI library are read where they are used.
 """
 
 import math
@@ -19,9 +19,6 @@ COMPARED: Final = 1000
 
 ACTIONS: Final = ("report", "abort")
 """What may happen to an operation that waits for long; the first by default."""
-
-_MOST_MEGABYTES = 10**12
-"""Their bytes are a number of 64 bits."""
 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
@@ -53,17 +50,13 @@ class Settings:
     """JAXMPI_TIMEOUT_ACTION: what happens to it then, one of ACTIONS."""
     trace: str
     """JAXMPI_TRACE: the folder of the timeline; empty: there is none."""
-    trace_bytes: int
-    """JAXMPI_TRACE_MEGABYTES: the most bytes of this rank's timeline."""
     device_mpi: Mapping[str, str]
-    """JAXMPI_DEVICE_MPI, MPI4JAX_USE_CUDA_MPI, MPI4JAX_USE_SYCL_MPI: those that are set and not `auto`, as "on" or
+    """JAXMPI_DEVICE_MPI, MPI4JAX_USE_CUDA_MPI: those that are set and not `auto`, as "on" or
     "off": whether MPI is given the memory of devices."""
     device_transport: str
     """JAXMPI_DEVICE_TRANSPORT: auto, callback, flags or wait."""
     device_chunk: int | None
     """JAXMPI_DEVICE_CHUNK: bytes of a chunk; None: not set."""
-    device_copy: int | None
-    """JAXMPI_DEVICE_COPY: bytes that a device copies in the time in which a copy begins; None: not set."""
     spares: int
     """JAXMPI_SPARES: how many ranks of the job, the last ones, are spare."""
     started_by_rank: bool
@@ -82,11 +75,9 @@ class Settings:
             timeout=read.seconds("JAXMPI_TIMEOUT", 30.0),
             timeout_action=read.choice("JAXMPI_TIMEOUT_ACTION", *ACTIONS),
             trace=environment.get("JAXMPI_TRACE", ""),
-            trace_bytes=read.megabytes("JAXMPI_TRACE_MEGABYTES", 200),
-            device_mpi=read.switches("JAXMPI_DEVICE_MPI", "MPI4JAX_USE_CUDA_MPI", "MPI4JAX_USE_SYCL_MPI"),
+            device_mpi=read.switches("JAXMPI_DEVICE_MPI", "MPI4JAX_USE_CUDA_MPI"),
             device_transport=read.choice("JAXMPI_DEVICE_TRANSPORT", "auto", "callback", "flags", "wait"),
             device_chunk=read.bytes("JAXMPI_DEVICE_CHUNK", 4096),
-            device_copy=read.bytes("JAXMPI_DEVICE_COPY", 0),
             spares=read.count("JAXMPI_SPARES"),
             started_by_rank=_STARTED_BY_RANK in environment,
             launched=environment.get("PMIX_NAMESPACE") or environment.get("JAXMPI_JOB_FOLDER") or "",
@@ -162,13 +153,6 @@ class _Reader:
         if number is not None and number < 0:
             raise self._wrong(variable, "a whole number, 0 or more")
         return number or 0
-
-    def megabytes(self, variable: str, default: int) -> int:
-        """The value of a variable that is in megabytes, in bytes."""
-        size = self._number(variable)
-        if size is not None and not 0 < size <= _MOST_MEGABYTES:
-            raise self._wrong(variable, f"a whole number from 1 to {_MOST_MEGABYTES}")
-        return (default if size is None else size) * 1_000_000
 
     def seconds(self, variable: str, default: float) -> float:
         given = self._given(variable)

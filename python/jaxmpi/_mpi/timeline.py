@@ -26,6 +26,8 @@ import jaxmpi._core as _core
 from jaxmpi._mpi import groups
 from jaxmpi._mpi.settings import SETTINGS
 
+_MOST_BYTES = 200_000_000
+"""The size of one rank's timeline, about a million operations."""
 ON = SETTINGS.trace != ""
 """Whether this rank writes a timeline."""
 
@@ -68,7 +70,7 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
     name = None if agreed is None else _name(agreed)
     try:
         Path(SETTINGS.trace).mkdir(0o775, parents=True, exist_ok=True)  # else an umask of 0 lets everyone write there
-        _core.open_timeline(SETTINGS.trace, f"{name or _name(new_job())}.{world.rank:05d}.json", SETTINGS.trace_bytes)
+        _core.open_timeline(SETTINGS.trace, f"{name or _name(new_job())}.{world.rank:05d}.json", _MOST_BYTES)
     except OSError as error:
         raise OSError(
             f"jaxmpi: JAXMPI_TRACE={SETTINGS.trace}: no timeline can be written there: {error.strerror or error}. "

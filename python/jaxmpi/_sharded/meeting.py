@@ -17,10 +17,10 @@ import jax
 from jax._src import distributed
 from mpi4py import MPI
 
-from jaxmpi._launcher import accelerators, before_jax
 from jaxmpi._mpi import devices as transports
 from jaxmpi._mpi.settings import SETTINGS
 from jaxmpi._sharded import communicators
+from jaxmpi_launch import accelerators, sharded_state
 
 _WORLD = MPI.COMM_WORLD
 
@@ -49,15 +49,15 @@ def local_device() -> int | None:
 
 def start() -> None:
     """Start jax.distributed, unless the program has, or is alone. All ranks call it before JAX makes devices."""
-    if before_jax.state.kind == "mpi" and (reason := before_jax.why_not_mpi()):
+    if sharded_state.state.kind == "mpi" and (reason := sharded_state.why_not_mpi()):
         raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
-    if before_jax.state.kind == "mpi":
+    if sharded_state.state.kind == "mpi":
         communicators.install()
     if _WORLD.size > 1 and distributed.global_state.client is None:
         jax.distributed.initialize()
     if distributed.global_state.client is None:
         return
-    if before_jax.PREEMPTION not in os.environ and threading.current_thread() is threading.main_thread():
+    if sharded_state.PREEMPTION not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # XLA has replaced it (JAX 0.6)
     joined = (distributed.global_state.process_id, distributed.global_state.num_processes)
     if joined != world():

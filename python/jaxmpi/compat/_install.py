@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from jaxmpi._launcher.stand_ins import STAND_INS, Finder
+from jaxmpi_launch.stand_ins import STAND_INS, Finder
 
 _installed: dict[str, str] = {}
 """The packages replaced so far, each with the API that replaces it."""
@@ -27,9 +27,8 @@ def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
         if parent and not hasattr(sys.modules[parent], last):
             setattr(sys.modules[parent], last, module)
     _installed[name] = api
-    Finder(
-        next(key for key, replaced in STAND_INS.items() if (replaced.package, replaced.api) == (name, api))
-    ).install()
+    key = next(key for key, replaced in STAND_INS.items() if (replaced.package, replaced.api) == (name, api))
+    Finder(key, INSTALLERS[key]).install()
     importlib.invalidate_caches()
 
 

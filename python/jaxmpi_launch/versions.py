@@ -23,6 +23,10 @@ def installed(package: str) -> str | None:
         return None
 
 
+def shown(package: str) -> str:
+    return installed(package) or "not installed"
+
+
 def unmet() -> str:
     """The message if packages that jaxmpi needs are missing or too old; else empty."""
     found, wanted = [], []

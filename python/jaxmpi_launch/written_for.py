@@ -6,6 +6,7 @@ mpi4jax`): then `y, _ = allgather(x)` on two ranks takes the rows of an array ap
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -53,9 +54,16 @@ def _signs(tree: ast.Module) -> Iterator[Sign]:
                 yield Sign(False, node.lineno, False, f"takes the result of mpi4jax.{name} alone")
 
 
-def other_api(tree: ast.Module, tokens: bool) -> Sign | None:
-    """The first certain sign, or else the first one, of the API other than the chosen one, that with `tokens` or that
-    without. None if there is none; where tokens are chosen, also if any sign is of tokens."""
+def check(chosen: list[str], tree: ast.Module, file: str) -> None:
+    """End this process if the program is certainly written for the other API of mpi4jax than the chosen one. Print a
+    warning if it looks like it. Where tokens are chosen, one call with a token is enough."""
     signs = sorted(_signs(tree), key=lambda sign: (not sign.certain, sign.line))
-    wrong = [sign for sign in signs if sign.tokens != tokens]
-    return wrong[0] if wrong and not (tokens and len(wrong) < len(signs)) else None
+    for tokens in {name == "mpi4jax-token" for name in chosen if name.startswith("mpi4jax")}:
+        wrong = [sign for sign in signs if sign.tokens != tokens]
+        if not wrong or (tokens and len(wrong) < len(signs)):
+            continue
+        other, releases = ("mpi4jax-token", "up to 0.7") if wrong[0].tokens else ("mpi4jax", "from 0.8 on")
+        said = f"jaxmpi.run: {file}:{wrong[0].line} {wrong[0].text}, as programs for mpi4jax {releases} do"
+        if wrong[0].certain:
+            sys.exit(f"{said}: run it by --as {other}")
+        print(f"{said}: if it is one, run it by --as {other}", file=sys.stderr)

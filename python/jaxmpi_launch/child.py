@@ -1,6 +1,6 @@
-"""One rank of `python -m jaxmpi.run`: runs the program, and ends the whole job if it fails.
+"""One rank of `python -m jaxmpi.run`: run the program, and end the whole job if it fails.
 
-Without this a rank that raises waits for the others in MPI_Finalize, and they wait for its messages.
+Without this a rank that raises waits for the others in MPI_Finalize, and they wait for messages of the rank.
 """
 
 import atexit
@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import functools
 import importlib.machinery
-import importlib.util
 import io
 import os
 import re
@@ -25,6 +24,9 @@ import types
 import zipfile
 from collections.abc import Callable
 from typing import Any, NoReturn
+
+from jaxmpi_launch import accelerators, before_jax, sharded_state, stand_ins, stdin
+from jaxmpi_launch.folder import VARIABLE, Folder
 
 
 def _own_frames(trace: Any) -> Any:
@@ -60,8 +62,8 @@ _exit = os._exit
 _survives = False
 """Whether the job goes on without this rank, if it fails: `python -m jaxmpi.run --survive`."""
 
-_folder = os.environ.get("JAXMPI_JOB_FOLDER")
-"""The folder in which the launcher learns what the ranks of its machine do: see monitor.py."""
+_folder: Folder | None = None
+"""The folder in which the launcher learns what the ranks of its machine do; None on another machine."""
 
 
 def _mpi_if_running() -> Any:
@@ -98,11 +100,11 @@ _MOST_OF_REASON = 1000
 
 
 def _end(code: int, reason: str) -> NoReturn:
-    """Ends all ranks if MPI is running, else this one; where the job survives it, this one. Whatever fails on the
+    """End all ranks if MPI is running, else this one; where the job survives it, this one. Whatever fails on the
     way does not keep it from ending.
 
-    The launcher is told the reason: the last line of what this rank has written of it, if it has. On another machine
-    the rank writes it itself."""
+    The launcher gets the reason: the last line of what this rank has written about it. On another machine the rank
+    writes the reason itself."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -236,18 +238,13 @@ _exit_at_once.__module__, _exit_at_once.__name__, _exit_at_once.__qualname__ = "
 
 
 def _goes_on(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `os` by which the program may go on as another one, or another user, whose end nobody tells, for
-    the job's folder is this user's alone: the launcher asks for none."""
+    """Wrap a function of `os` by which the program goes on as another one, which reports no end to the launcher."""
 
     @functools.wraps(execute)
     def go_on(*arguments: Any) -> Any:
         if os.getpid() == _process:
-            _say("began", "it goes on as another program or user")
-        try:
-            return execute(*arguments)
-        finally:
-            if os.getpid() == _process:
-                _say("began")
+            _say("began", "it goes on as another program")
+        return execute(*arguments)
 
     return go_on
 
@@ -289,76 +286,45 @@ class _Interrupts:
                 _end(128 + signal.SIGINT, text)
 
 
-def _beside(name: str) -> Any:
-    """A module beside this file, without an import of the package."""
-    if (found := sys.modules.get(f"jaxmpi._launcher.{name}")) is not None:
-        return found
-    file = os.path.join(os.path.dirname(__file__), f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"jaxmpi._launcher.{name}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the package's own, if that is imported later
-    spec.loader.exec_module(module)
-    return module
+def _replace(name: str) -> None:
+    from jaxmpi.compat._install import INSTALLERS
+
+    INSTALLERS[name]()
 
 
 def _ready_jax(devices: str, collectives: str) -> None:
-    """Readies JAX as the program imports it: this rank takes a device, the user's choice or its own, and what carries
-    JAX's collectives, if anything is to, is chosen."""
-    accelerators = _beside("accelerators")
-    _beside("versions")  # for the next one
-    sharded: Any = _beside("before_jax") if collectives else None
+    """Ready JAX as the program imports it: the rank takes a device, the user's choice or its own, and JAX gets what
+    carries JAX's collectives, if the user has chosen it."""
 
     def before() -> None:
         if collectives == "mpi":
-            sharded.offer(accelerators.core_file())
+            sharded_state.offer(accelerators.core_file())
 
     def after(jax: types.ModuleType) -> None:
         accelerators.take(jax.config, devices == "rank")
         if collectives:
-            sharded.taken()
-            sharded.prepare(collectives)
+            sharded_state.taken()
+            before_jax.prepare(collectives)
 
-    sys.meta_path.insert(0, _beside("at_import").AtImport("jax", after, before))
+    sys.meta_path.insert(0, stand_ins.AtImport("jax", after, before))
 
 
-def _find_folder() -> Any:
-    """The job's folder. None: there is none, or it is another machine's, and the rank reports on stderr alone."""
-    global _folder
-    if _folder is None:
+def _find_folder() -> Folder | None:
+    """Return the job's folder; None if there is none, or it is another machine's, and the rank reports on stderr."""
+    if (path := os.environ.get(VARIABLE)) is None:
         return None
-    folder = None
-    try:
-        _beside("private")
-        folder = _opened()
-        if _beside("lifeline").is_here(folder):
+    with contextlib.suppress(OSError):
+        if (folder := Folder(path)).is_here():
             return folder
-    except FileNotFoundError:
-        pass
-    except Exception as error:
-        if not (_beside("accelerators").local_rank(os.environ) or [0])[0]:  # one of the ranks on this machine
-            _tell(
-                f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell the launcher ({error}): they "
-                "do not answer, and may go on if it is killed. Set TMPDIR to a folder with room\n"
-            )
-    if folder is not None:
-        folder.close()
-    del os.environ["JAXMPI_JOB_FOLDER"]
-    _folder = None
+    del os.environ[VARIABLE]
     return None
 
 
-def _opened() -> Any:
-    """The job's folder, if it is certainly ours: see private.py."""
-    return _beside("private").Folder(_folder)
-
-
-def _tell_how_to_watch() -> None:
-    """Lets the launcher see the end of this process, and whether that comes before MPI is initialized, which the others
-    would then wait for in vain."""
+def _make_visible() -> None:
+    """Let the launcher see the end of this process, and whether that comes before MPI is initialized, for which the
+    others would then wait for ever."""
     _say("pid", str(os.getpid()))
-    sys.meta_path.insert(0, _beside("at_import").AtImport("mpi4py.MPI", lambda _: _say("joined")))
+    sys.meta_path.insert(0, stand_ins.AtImport("mpi4py.MPI", lambda _: _say("joined")))
 
 
 def _run_as_main(program: str) -> None:
@@ -385,8 +351,7 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] in ("--as", *chosen):
         option, value, *arguments = arguments
         if option == "--as":
-            _beside("at_import")  # for the next one
-            _beside("stand_ins").Finder(value).install()
+            stand_ins.Finder(value, functools.partial(_replace, value)).install()
         else:
             chosen[option] = value
     _ready_jax(*chosen.values())
@@ -432,12 +397,10 @@ def _number() -> int | str | None:
 
 
 def _say(kind: str, content: str = "") -> None:
-    """Tells the launcher that this rank's program has `began`, has `ended`, for which others may wait, or `aborts` the
-    job."""
+    """Leave a file for the launcher: monitor.py lists the kinds."""
     with contextlib.suppress(Exception):
         if _folder is not None and (number := _number()) is not None:
-            with _opened() as folder:
-                folder.write(f"{number}.{kind}", content)
+            _folder.write(f"{number}.{kind}", content)
 
 
 def _untold() -> str:
@@ -455,22 +418,20 @@ def _show_hidden() -> None:
 
 
 def main() -> None:
-    global _survives
+    global _survives, _folder
     _show_hidden()
     arguments = sys.argv[1:]
     if arguments[0] == "--survive":
         _survives, arguments = True, arguments[1:]
         atexit.register(_leave)  # the last that Python does
         _die_at_exit()
-    folder = _find_folder()
-    if folder is not None:
-        _beside("lifeline").tie(folder)
+    _folder = _find_folder()
+    if _folder is not None:
+        _folder.tie()
         if _survives:
-            _tell_how_to_watch()
+            _make_visible()
         _say("began")
-    _beside("stdin").take(_rank, folder)
-    if folder is not None:
-        folder.close()
+    stdin.take(_rank, _folder)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -478,9 +439,7 @@ def main() -> None:
         _Interrupts()
     threading.excepthook = _fail_in_thread
     os._exit = _exit_at_once
-    for name in ("execv", "execve", "setuid", "seteuid", "setreuid", "setresuid"):
-        if hasattr(os, name):
-            setattr(os, name, _goes_on(getattr(os, name)))
+    os.execv, os.execve = _goes_on(os.execv), _goes_on(os.execve)
     try:
         _run(arguments)
     except SystemExit as stop:

@@ -1,0 +1,83 @@
+"""Standard input goes from the launcher to rank 0 by the kernel alone, not by mpiexec; other ranks have an empty one.
+
+When Open MPI 5 passes it on, it never ends, and part of a long one comes twice. Under MPICH the input of the other
+ranks never ends. Rank 0 gets the launcher's own descriptor by a socket in the job's folder: opened again by a path it
+would be refused where it belongs to another user, as under sudo, and a file would be read from its beginning.
+mpiexec passes on what comes from a terminal, and all input when ranks may be on other machines.
+"""
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+from jaxmpi_launch.folder import Folder
+
+VARIABLE = "JAXMPI_INPUT"
+"""The variable for the ranks: `socket`, or empty if mpiexec passes the input on."""
+_SECONDS = 60.0
+
+
+def _path(folder: int) -> str:
+    """The socket's path by a descriptor of the folder: an address cannot have more than about a hundred characters."""
+    return f"/proc/self/fd/{folder}/input"
+
+
+def offer(folder: Folder | None, here: bool) -> Any:
+    """Return a socket that listens; None if mpiexec passes the input on. `here`: all ranks are on this machine."""
+    if os.isatty(0) or not here or folder is None:
+        return None
+    import socket
+
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(_path(descriptor))
+        listening.listen()
+        return listening
+    except OSError:  # a place that has no sockets
+        listening.close()
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def give(listening: Any) -> None:
+    """Give the launcher's standard input to the rank that has connected."""
+    import socket
+
+    with contextlib.suppress(OSError):
+        connection, _ = listening.accept()
+        with connection:
+            socket.send_fds(connection, [b"0"], [0])
+
+
+def take(rank: str | None, folder: Folder | None) -> None:
+    """Take the launcher's standard input, on a rank that has not read anything yet."""
+    value = os.environ.pop(VARIABLE, None)
+    if value is None or rank is None or (rank == "0" and not value):
+        return
+    file = os.open(os.devnull, os.O_RDONLY)
+    if rank == "0":
+        try:
+            file = _received(folder)
+        except (OSError, IndexError) as error:
+            print(f"jaxmpi.run: standard input is empty, because the launcher gives none: {error}", file=sys.stderr)
+    os.dup2(file, 0)
+    if file != 0:
+        os.close(file)
+
+
+def _received(folder: Folder | None) -> int:
+    import socket
+
+    if folder is None:
+        raise OSError("this rank does not see the launcher's folder")
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_SECONDS)
+            connection.connect(_path(descriptor))
+            return socket.recv_fds(connection, 1, 1)[1][0]
+    finally:
+        os.close(descriptor)
