@@ -45,18 +45,18 @@ check_mpi() { # directory, compiler...
 check() { # directory, compiler...
   directory=$1
   shift
-  compile "$directory" "$@" -std=gnu11 -fsyntax-only -Wall -Wextra -Werror -I"$csrc" -isystem "$directory" $options
+  compile "$directory" "$@" -std=gnu11 -fsyntax-only -Wall -Wextra -Werror -I"$csrc" -isystem "$directory" $options "$here/$source"
 }
 
 # Headers of systems: their own warnings are not ours.
-driver="$here/check_driver.c"
+source=check_driver.c
 case $kind in
   mpi) directories=$JAXMPI_MPI_INCLUDE check=check_mpi ;;
-  ffi) directories=$JAXMPI_FFI_INCLUDE options="$strict $here/check_ffi.c" ;;
-  cuda) directories=$JAXMPI_CUDA_INCLUDE options="-DDRIVER_HEADER=<cuda.h> $driver" ;;
+  ffi) directories=$JAXMPI_FFI_INCLUDE source=check_ffi.c options=$strict ;;
+  cuda) directories=$JAXMPI_CUDA_INCLUDE options="-DDRIVER_HEADER=<cuda.h>" ;;
   hip)
     directories=$JAXMPI_HIP_INCLUDE
-    options="-DDRIVER_HIP -D__HIP_PLATFORM_AMD__ -DDRIVER_HEADER=<hip/hip_runtime_api.h> $driver"
+    options="-DDRIVER_HIP -D__HIP_PLATFORM_AMD__ -DDRIVER_HEADER=<hip/hip_runtime_api.h>"
     ;;
 esac
 [ -n "$directories" ] || exit 77
