@@ -137,7 +137,9 @@ def test_no_check_no_mistakes(run, rank, monkeypatch):
 def witness(name, rank, ranks, elements, dtype="float32", op="sum"):
     case = Case(rank, ranks, elements, op)
     return data.Oracle(
-        OPERATIONS[name], case, data.Numbers.for_reduction(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks)
+        OPERATIONS[name],
+        case,
+        data.Numbers.for_reduction(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks),
     )
 
 

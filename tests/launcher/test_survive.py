@@ -711,7 +711,7 @@ def test_replica_is_lost(tmp_path):
         """,
     )
     assert done.stdout.count(": ProcessFailed\n") == 2, done.stdout + done.stderr
-    text = "the saved state is lost. All ranks that had the blocks of rank 1 of 4 have died. Keep more copies, by copies="
+    text = "the saved state is lost. All ranks that had the blocks of rank 1 of 4 have died. Keep more copies"
     assert done.stdout.count(text) == 2
     assert done.returncode == 77
 
