@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,15 @@ class Folder:
         with contextlib.suppress(BlockingIOError):
             os.read(self._bell, 100)
 
+    def draft(self, name: str) -> str:
+        return os.path.join(self.path, f"{name}.{os.getpid()}.{threading.get_ident()}.draft")
+
     def write(self, name: str, text: str) -> None:
         """Write a file at once and whole, in the place of an older one."""
-        path = os.path.join(self.path, name)
-        draft = f"{path}.{os.getpid()}.draft"
-        Path(draft).write_text(text, errors="replace")
-        os.rename(draft, path)
+        draft = self.draft(name)
+        with open(draft, "x", errors="replace") as file:  # never through a link
+            file.write(text)
+        os.rename(draft, os.path.join(self.path, name))
 
     def read(self, name: str) -> str:
         return Path(self.path, name).read_text(errors="replace")

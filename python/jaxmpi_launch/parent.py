@@ -200,7 +200,7 @@ class Job:
             (rank, (status, reason)), *others = aborting.items()
             also = f" ({in_words(sorted(other for other, _ in others))} too)" if others else ""
             say(f"\njaxmpi.run: rank {rank}{also} ended the job with code {status}{': ' if reason else ''}{reason}\n")
-            code = code or status or 1
+            code = code if code > 0 else status or 1
         elif signals.ending and (code != 0 or (missing and not self.survives)):
             say(f"jaxmpi.run: ended by {_name(signals.ending[-1])}\n")
             code = -signals.ending[-1]

@@ -1,4 +1,4 @@
-/* What a rank leaves in the job's folder, and that others cannot lead it elsewhere. */
+/* What a rank leaves in the job's folder. */
 #include "core/job.h"
 
 #include <fcntl.h>
@@ -100,46 +100,10 @@ TEST(paths_are_not_cut) {
 TEST(links_are_not_followed) {
   ring();
   leave(in, "victim", "ours");
-  unlinkat(in, "ask", 0);
-  FOR_VALUES (string, name, "7.report", "7.report.draft", "ask") CHECK_EQUAL(symlinkat("victim", in, *name), 0);
+  FOR_VALUES (string, name, "7.report", "7.report.draft") CHECK_EQUAL(symlinkat("victim", in, *name), 0);
   job_tell("report", "told", 4);
   CHECK(strcmp(content("7.report"), "told") == 0);
-  CHECK(strcmp(asked(), "") == 0);
   CHECK(strcmp(content("victim"), "ours") == 0);
-  unlinkat(in, "ask", 0);
-}
-
-TEST(folders_of_others_are_not_used) {
-  ring();
-  leave(in, "ask", "43");
-  unlinkat(in, "7.state", 0);
-  CHECK_EQUAL(chmod(path, 0777), 0);
-  job_tell("state", "told", 4);
-  CHECK(strcmp(content("7.state"), "none") == 0);
-  CHECK(strcmp(asked(), "") == 0);
-  CHECK_EQUAL(chmod(path, 0700), 0);
-  if (geteuid() == 0) {
-    CHECK_EQUAL(chown(path, 12345, 0), 0);
-    job_tell("state", "told", 4);
-    CHECK(strcmp(content("7.state"), "none") == 0);
-    CHECK(strcmp(asked(), "") == 0);
-    CHECK_EQUAL(chown(path, 0, 0), 0);
-  }
-  CHECK(strcmp(asked(), "43") == 0);
-}
-
-TEST(a_link_in_the_place_of_the_folder_is_not_followed) {
-  static char moved[LONGEST + 6];
-  unlinkat(in, "7.state", 0);
-  snprintf(moved, sizeof moved, "%.*s-moved", (int)strlen(path) - 6, path);
-  CHECK_EQUAL(rename(path, moved), 0);
-  CHECK_EQUAL(symlink(moved, path), 0);
-  job_tell("state", "told", 4);
-  CHECK(strcmp(content("7.state"), "none") == 0);
-  CHECK(strcmp(asked(), "") == 0);
-  CHECK(unlink(path) == 0 && rename(moved, path) == 0);
-  job_tell("state", "told", 4);
-  CHECK(strcmp(content("7.state"), "told") == 0);
 }
 
 /* The last one: takes all away. */

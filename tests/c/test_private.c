@@ -69,8 +69,7 @@ TEST(folders_of_root_are_trusted) {
   CHECK_EQUAL(chmod(path, 0755), 0);
   pid_t child = fork();
   if (child == 0) {
-    bool right = setuid(12345) == 0 && private_folder(path, &reason) >= 0 && private_folder("/", &reason) >= 0 &&
-                 private_own_folder(path, &reason) == -1 && says(reason, "belongs to another user");
+    bool right = setuid(12345) == 0 && private_folder(path, &reason) >= 0 && private_folder("/", &reason) >= 0;
     _exit(right ? 0 : 1);
   }
   int status = -1;
@@ -114,60 +113,10 @@ TEST(links_are_not_followed) {
   close(folder);
 }
 
-TEST(own_folders_are_of_no_use_to_others) {
-  static char link_path[sizeof path + 5];
-  const char *reason;
-  close(usual());
-  const int next = next_descriptor();
-  int folder = private_own_folder(path, &reason);
-  CHECK(folder >= 0 && reason == NULL);
-  close(folder);
-  snprintf(link_path, sizeof link_path, "%s-link", path);
-  CHECK_EQUAL(symlink(path, link_path), 0);
-  CHECK_EQUAL(private_own_folder(link_path, &reason), -1);
-  CHECK(errno == ENOTDIR || errno == ELOOP);
-  CHECK_EQUAL(unlink(link_path), 0);
-  FOR_VALUES (mode_t, mode, 0750, 0701, 0720, 01777) {
-    CHECK_EQUAL(chmod(path, *mode), 0);
-    refused(private_own_folder(path, &reason), EPERM);
-    CHECK(says(reason, "other users may use it"));
-  }
-  CHECK_EQUAL(next_descriptor(), next);
-  CHECK_EQUAL(chmod(path, 0700), 0);
-  if (geteuid() != 0) return;
-  CHECK_EQUAL(chown(path, 12345, 0), 0);
-  CHECK_EQUAL(private_own_folder(path, &reason), -1);
-  CHECK(says(reason, "belongs to another user"));
-  CHECK_EQUAL(chown(path, 0, 0), 0);
-}
-
-TEST(only_own_files_are_read) {
-  char read_text[8] = "";
-  int folder = usual(), file = private_create(folder, "file", 0600);
-  CHECK_EQUAL(write(file, "text", 4), 4);
-  close(file);
-  file = private_open(folder, "file");
-  CHECK(file >= 0 && read(file, read_text, sizeof read_text) == 4 && strcmp(read_text, "text") == 0);
-  close(file);
-  const int next = next_descriptor();
-  CHECK_EQUAL(symlinkat("file", folder, "link"), 0);
-  refused(private_open(folder, "link"), ELOOP);
-  CHECK_EQUAL(mkfifoat(folder, "fifo", 0600), 0);
-  refused(private_open(folder, "fifo"), EPERM);
-  if (geteuid() == 0) {
-    CHECK_EQUAL(fchownat(folder, "file", 12345, 0, 0), 0);
-    refused(private_open(folder, "file"), EPERM);
-  }
-  CHECK_EQUAL(next_descriptor(), next);
-  FOR_VALUES (string, name, "file", "link", "fifo") CHECK_EQUAL(unlinkat(folder, *name, 0), 0);
-  close(folder);
-}
-
 TEST(names_are_of_files_alone) {
   int folder = usual();
   FOR_VALUES (string, name, "", "../file", "/tmp/file", "a/b") {
     refused(private_create(folder, *name, 0600), EINVAL);
-    refused(private_open(folder, *name), EINVAL);
   }
   CHECK_EQUAL(private_create(folder, "..", 0600), -1);
   close(folder);
@@ -177,7 +126,6 @@ TEST(names_are_of_files_alone) {
 TEST(paths_may_be_long) {
   enum { LONGEST = 4000 };
   static char long_path[LONGEST + 10];
-  static int (*const open_folder[])(const char *, const char **) = {private_folder, private_own_folder};
   const char *reason = "";
   int outer = usual();
   CHECK_EQUAL(mkdirat(outer, "end", 0700), 0);
@@ -187,11 +135,9 @@ TEST(paths_may_be_long) {
     size_t length = (size_t)snprintf(long_path, sizeof long_path, "%s", path);
     while (length < *most) length += (size_t)snprintf(long_path + length, 3, "/.");
     snprintf(long_path + length, sizeof long_path - length, "/end");
-    for (size_t i = 0; i < 2; i++) {
-      int folder = open_folder[i](long_path, &reason);
-      CHECK(folder >= 0 && fstat(folder, &found) == 0 && found.st_ino == end.st_ino);
-      close(folder);
-    }
+    int folder = private_folder(long_path, &reason);
+    CHECK(folder >= 0 && fstat(folder, &found) == 0 && found.st_ino == end.st_ino);
+    close(folder);
   }
   CHECK_EQUAL(unlinkat(outer, "end", AT_REMOVEDIR), 0);
   close(outer);

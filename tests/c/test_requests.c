@@ -365,7 +365,7 @@ TEST(some_of_several_are_nothing) {
   CHECK_SAME(out, in, 8);
   CHECK(is_zero(out, 16, 24) && is_blank(out, 24, ROOM));
   SUCCEEDS(START("hold", ARRAY(F32, in, 2), ids[1], COMM(here())));
-  FAILS(wait_on_several(ids, 3, results, 1, 0), FFI_FAILED_PRECONDITION, "zeros");
+  FAILS(wait_on_several(ids, 3, results, 1, 0), FFI_FAILED_PRECONDITION, "never started");
 }
 
 /* --- the order of messages --- */
@@ -695,7 +695,7 @@ TEST(fields_are_exchanged) {
         FAILS(finish(id), FFI_FAILED_PRECONDITION, "waited for already");
       }
   prepare_plan(SHORT);
-  FAILS(finish((float[2]){0, 0}), FFI_FAILED_PRECONDITION, "zeros");
+  FAILS(finish((float[2]){0, 0}), FFI_FAILED_PRECONDITION, "never started");
   SUCCEEDS(finish_exchange((float[2]){0, 0}, the_plan(), floats(), 1));
   check_exchanged(true);
 }
