@@ -89,7 +89,6 @@ if GLOO:
     _unless_missing("gloo", _start_gloo)  # before JAX's backend starts
 
 import jaxmpi  # noqa: E402 (after gloo)
-from jaxmpi import notoken  # noqa: E402
 
 MPI4JAX = None if GLOO else _unless_missing("mpi4jax", _import_mpi4jax)
 C: Any = None if GLOO else _unless_missing("C", lambda: compile_c("calls.c"))
@@ -108,7 +107,7 @@ class Operation:
     name: str
 
     jax: Callable[[Any, jax.Array], jax.Array]
-    """(jaxmpi.notoken or mpi4jax, x) -> result: the two have the same functions."""
+    """(jaxmpi or mpi4jax, x) -> result: the two have the same functions."""
 
     numpy: Callable[[np.ndarray, np.ndarray], np.ndarray]
     """(x, room for the result) -> result"""
@@ -614,15 +613,15 @@ CONTENDERS = (
     Contender("loop", "C", _c_loop(False), 0.6e-6, "C"),
     Contender("loop", "C, in place", _c_loop(True), 0.6e-6, "C"),
     Contender("loop", "mpi4py", _numpy_loop, 2e-6),
-    Contender("loop", "jaxmpi", _jax_loop(notoken, jaxmpi.jit), 0.7e-6),
+    Contender("loop", "jaxmpi", _jax_loop(jaxmpi, jaxmpi.jit), 0.7e-6),
     Contender("loop", "mpi4jax", _jax_loop(MPI4JAX, jax.jit), 1e-6, "mpi4jax"),
     Contender("loop", "psum, gloo", _gloo(True), 100e-6, "gloo"),
-    Contender("jit", "jaxmpi", _jax_call(notoken, jaxmpi.jit), 10e-6),
-    Contender("jit", "jaxmpi in jax.jit", _jax_call(notoken, jax.jit), 200e-6),
+    Contender("jit", "jaxmpi", _jax_call(jaxmpi, jaxmpi.jit), 10e-6),
+    Contender("jit", "jaxmpi in jax.jit", _jax_call(jaxmpi, jax.jit), 200e-6),
     Contender("jit", "mpi4jax", _jax_call(MPI4JAX, jax.jit), 200e-6, "mpi4jax"),
     Contender("jit", "psum, gloo", _gloo(False), 200e-6, "gloo"),
     Contender("jit", PLAIN, _plain_jax, 5e-6),
-    Contender("eager", "jaxmpi", _jax_eager(notoken), 20e-6),
+    Contender("eager", "jaxmpi", _jax_eager(jaxmpi), 20e-6),
     Contender("eager", "mpi4py", _numpy_eager, 1e-6),
     Contender("eager", "mpi4jax", _jax_eager(MPI4JAX), 18e-3, "mpi4jax"),
 )
@@ -646,7 +645,7 @@ def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:
     data = Data(OPERATIONS["allreduce"], nbytes, TINY)
     allreduce, calls = data.operation.jax, min(calls, DOUBLINGS)
     functions = {
-        "jaxmpi": (jaxmpi.jit, functools.partial(allreduce, notoken)),
+        "jaxmpi": (jaxmpi.jit, functools.partial(allreduce, jaxmpi)),
         OUT_OF_PLACE: (jaxmpi.jit, _allreduce_out_of_place()),
         "mpi4jax": (jax.jit, functools.partial(allreduce, MPI4JAX)),
     }
@@ -669,7 +668,7 @@ def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str
     """allreduce of a pytree of so many leaves of so many bytes each, and of each leaf alone."""
     measures = {}
     data, tiny = (Data(OPERATIONS["allreduce"], leaves * nbytes, least) for least in (1.0, TINY))
-    allreduce = functools.partial(data.operation.jax, notoken)
+    allreduce = functools.partial(data.operation.jax, jaxmpi)
     functions = {TOGETHER: allreduce, EACH: lambda xs: [allreduce(x) for x in xs]}
 
     def start(data):

@@ -34,7 +34,6 @@ from in_place import multiply
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -169,7 +168,7 @@ def by_take(mesh, steps, each):
     ghosts = np.arange(len(mesh.ghosts), dtype=np.int32) + np.int32(len(mesh.owned))
 
     def exchange(x, rows, ghosts):
-        return x.at[ghosts].set(notoken.alltoallv(jnp.take(x, rows, axis=0), sends, receives))
+        return x.at[ghosts].set(jaxmpi.alltoallv(jnp.take(x, rows, axis=0), sends, receives))
 
     return looped(exchange, steps, each, rows, ghosts)
 
@@ -179,7 +178,7 @@ def by_allgather(mesh, steps, each):
     at[mesh.everything] = np.arange(len(mesh.everything))
 
     def exchange(x, places):
-        everything = notoken.allgatherv(x[: len(mesh.owned)], mesh.counts)
+        everything = jaxmpi.allgatherv(x[: len(mesh.owned)], mesh.counts)
         return x.at[len(mesh.owned) :].set(everything[places])
 
     return looped(exchange, steps, each, at[mesh.ghosts])

@@ -25,7 +25,7 @@ from compiled import compile_c
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken as mpi
+from jaxmpi import jaxmpi as mpi
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

@@ -6,7 +6,7 @@ the median of the rounds' ratios, each of two jobs one right after the other.
 
 In a job a step is the sum over both processes of an array each, by `psum` in `shard_map`, and then a multiplication by
 a number that differs from process to process: so data is not zero, changes with every call, and would be wrong if it
-had not moved. A step by `jaxmpi.notoken.allreduce` under `jaxmpi.jit` is measured beside it. The kinds of call:
+had not moved. A step by `jaxmpi.allreduce` under `jaxmpi.jit` is measured beside it. The kinds of call:
 
   jit    a compiled call per step, which works on the result of the call before and is waited for
   loop   100 steps in a `lax.fori_loop` inside one compiled call
@@ -73,7 +73,6 @@ def run_job(batches: int) -> None:
     from mpi4py import MPI
 
     import jaxmpi
-    from jaxmpi import notoken
 
     own, world = jax.process_index(), MPI.COMM_WORLD
     mesh = jax.make_mesh((2,), ("processes",), axis_types=(AxisType.Auto,))
@@ -85,7 +84,7 @@ def run_job(batches: int) -> None:
         return jax.lax.psum(x, "processes") * factor
 
     def allreduce(x: jax.Array, factor: jax.Array) -> jax.Array:
-        return notoken.allreduce(x, MPI.SUM) * factor
+        return jaxmpi.allreduce(x, MPI.SUM) * factor
 
     def repeated(step: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return lambda x, factor: jax.lax.fori_loop(0, LOOP, lambda _, y: step(y, factor), x)

@@ -63,7 +63,7 @@ def job(package):
     before = memory()
     figures = {"import [s]": seconds(lambda: importlib.import_module(package))}
     figures["memory of the import [MiB]"] = memory() - before
-    mpi = importlib.import_module("jaxmpi.notoken" if package == "jaxmpi" else package)
+    mpi = importlib.import_module("jaxmpi" if package == "jaxmpi" else package)
     jit = importlib.import_module(package).jit if package == "jaxmpi" else jax.jit
     allreduce = through_host if package == "mpi4py" else lambda x: mpi.allreduce(x, op=MPI.SUM)
     halved = jit(lambda v: (v if package == "mpi4py" else allreduce(v)) * 0.5)

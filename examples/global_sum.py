@@ -22,8 +22,7 @@ BLOCK = 4
 
 def global_sum_of_squares(x: jax.Array) -> jax.Array:
     """Return the sum of x**2 over all elements and all processes."""
-    total, _ = jaxmpi.allreduce(jnp.sum(x**2), MPI.SUM)
-    return total
+    return jaxmpi.allreduce(jnp.sum(x**2), MPI.SUM)
 
 
 def main() -> None:

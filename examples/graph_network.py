@@ -29,7 +29,7 @@ from scipy.spatial import KDTree
 from tqdm import tqdm
 
 import jaxmpi
-from jaxmpi.notoken import allreduce
+from jaxmpi import allreduce
 
 NEIGHBOURS, SHORTCUTS = 6, 0.05  # about how many edges a vertex has; the share of edges that go anywhere
 DIFFUSIVITY, STEEP = 0.25, 1.0  # of a time step; the difference between two vertices that halves it

@@ -37,8 +37,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
-from jaxmpi import io
-from jaxmpi.notoken import allreduce
+from jaxmpi import allreduce, io
 
 EDGE = 0.1  # of the plate [m]
 MEAN = 1e-5  # about the conductivity, divided by the heat capacity: the first guess [m2/s]

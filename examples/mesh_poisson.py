@@ -35,7 +35,7 @@ from scipy.spatial import Delaunay
 from tqdm import tqdm
 
 import jaxmpi
-from jaxmpi.notoken import allreduce
+from jaxmpi import allreduce
 
 CENTRE, RADIUS = np.array([0.35, 0.4]), 0.1  # of the pipe
 HEATED, WIDTH = np.array([0.75, 0.7]), 0.15  # the heated place

@@ -54,7 +54,6 @@ import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 
 import jaxmpi  # noqa: E402
-from jaxmpi import notoken  # noqa: E402
 
 WIDTH = 8  # of the halo, and sweeps in a step
 SHOWN = 3  # steps in the picture, of each way
@@ -204,7 +203,7 @@ def main() -> None:
         print(f"The numbers are {'identical' if same else 'different'}.", flush=True)
 
     if options.save:  # the steps of the last turns
-        notoken.barrier()
+        jaxmpi.barrier()
         jax.effects_barrier()
         timelines = comm.gather(own_events(rank))
         if rank == 0:

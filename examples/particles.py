@@ -31,7 +31,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
-from jaxmpi.notoken import allreduce, gatherv
+from jaxmpi import allreduce, gatherv
 
 REACH = 2.5  # of the force
 DENSITY, TEMPERATURE = 0.35, 0.45  # at the beginning

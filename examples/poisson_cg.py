@@ -33,7 +33,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
-from jaxmpi.notoken import allreduce
+from jaxmpi import allreduce
 
 SIZES = {2: 128, 3: 32}  # cells per axis by default
 TOLERANCE = 1e-12  # of the residual, relative to the right-hand side

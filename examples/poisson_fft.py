@@ -29,8 +29,8 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
+from jaxmpi import allreduce
 from jaxmpi.fft import Transform
-from jaxmpi.notoken import allreduce
 
 SIZES = {2: 256, 3: 48}  # cells per axis by default
 TOLERANCE = 1e-12  # of the residual of conjugate gradients, relative to the divergence

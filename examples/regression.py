@@ -15,7 +15,6 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 POINTS, STEPS, RATE = 240, 400, 0.5
@@ -29,7 +28,7 @@ def model(parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 def loss(parameters: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the mean square error over the points of all ranks; `x` and `y` are this rank's points."""
     parameters = jaxmpi.replicate(parameters)
-    return notoken.allreduce(jnp.sum((model(parameters, x) - y) ** 2), MPI.SUM) / POINTS
+    return jaxmpi.allreduce(jnp.sum((model(parameters, x) - y) ** 2), MPI.SUM) / POINTS
 
 
 @jaxmpi.jit

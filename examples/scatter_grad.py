@@ -29,10 +29,10 @@ def weighted_sum(numbers: jax.Array) -> jax.Array:
     """Return the sum of rank 0's `numbers`, shape (8,); the last rank's part counts twice."""
     parts = numbers.reshape(SIZE, NUMBERS // SIZE)
     # Only rank 0 has something to scatter; elsewhere the argument gives the shape of a part.
-    part, _ = jaxmpi.scatter(parts if RANK == 0 else parts[0], 0)
+    part = jaxmpi.scatter(parts if RANK == 0 else parts[0], 0)
     if RANK == SIZE - 1:
         part = 2 * part
-    total, _ = jaxmpi.allreduce(part, MPI.SUM)
+    total = jaxmpi.allreduce(part, MPI.SUM)
     return total.sum()
 
 

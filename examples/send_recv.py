@@ -25,11 +25,11 @@ TEMPLATE = jax.ShapeDtypeStruct((4,), jnp.float32)  # shape and dtype of the mes
 def pass_on(x: jax.Array) -> jax.Array:
     """Send x from rank 0 to rank 1 and return the array that this rank has then."""
     if SIZE == 1:
-        x, _ = jaxmpi.sendrecv(x, TEMPLATE, source=0, dest=0)
+        x = jaxmpi.sendrecv(x, TEMPLATE, source=0, dest=0)
     elif RANK == 0:
         jaxmpi.send(x, dest=1, tag=7)
     elif RANK == 1:
-        x, _ = jaxmpi.recv(TEMPLATE, source=0, tag=7)
+        x = jaxmpi.recv(TEMPLATE, source=0, tag=7)
     return x
 
 

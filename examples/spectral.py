@@ -33,8 +33,8 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
+from jaxmpi import allreduce
 from jaxmpi.fft import Transform
-from jaxmpi.notoken import allreduce
 
 SIZES = {2: 128, 3: 32}  # points per axis by default
 DIFFUSION = 3e-4

@@ -36,9 +36,8 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
-from jaxmpi import io
+from jaxmpi import allreduce, io
 from jaxmpi.fft import Transform
-from jaxmpi.notoken import allreduce
 
 VISCOSITY = {"turbulence": 1e-3, "taylor-green": 2e-2}
 TIME_STEP = 0.02

@@ -100,7 +100,7 @@ def faults(options) -> Iterator[Command]:
 def fault_times(options) -> Iterator[Command]:
     """Those that tell how long a job with a fault takes to end, one after the other."""
     options.workers = "0"
-    suites = "faults launcher two_hosts private trace"
+    suites = "faults launcher two_hosts trace"
     tests = {test for suite in suites.split() for test in noting((TESTS.parent / path(suite)).read_text())}
     yield pytest(suites, options, "-k", " or ".join(sorted(tests)))
 

@@ -30,42 +30,17 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     _start.start()
 
     # isort: split
-    from jaxmpi import notoken
     from jaxmpi._mpi.survival import ProcessFailed, get_default, lost, process_failure, recover, set_default, survive
+    from jaxmpi._operations.by_counts import allgatherv, alltoallv, gatherv, reduce_scatter, scatterv
+    from jaxmpi._operations.collectives import allgather, alltoall, barrier, bcast, gather, scatter
+    from jaxmpi._operations.messages import recv, send, sendrecv
+    from jaxmpi._operations.neighbors import neighbor_allgather, neighbor_alltoall
+    from jaxmpi._operations.nonblocking import iallreduce, ialltoall, ibarrier, ibcast, irecv, isend
+    from jaxmpi._operations.reductions import allreduce, exscan, reduce, scan
     from jaxmpi._operations.replication import invariant, replicate
-    from jaxmpi._operations.requests import Request
+    from jaxmpi._operations.requests import Request, wait, waitall
     from jaxmpi._operations.support import has_cuda_support, has_rocm_support, has_sycl_support, static
-    from jaxmpi._primitive.jit import Token, jit
-    from jaxmpi._tokens import (
-        allgather,
-        allgatherv,
-        allreduce,
-        alltoall,
-        alltoallv,
-        barrier,
-        bcast,
-        exscan,
-        gather,
-        gatherv,
-        iallreduce,
-        ialltoall,
-        ibarrier,
-        ibcast,
-        irecv,
-        isend,
-        neighbor_allgather,
-        neighbor_alltoall,
-        recv,
-        reduce,
-        reduce_scatter,
-        scan,
-        scatter,
-        scatterv,
-        send,
-        sendrecv,
-        wait,
-        waitall,
-    )
+    from jaxmpi._primitive.jit import jit
 
     if _typing.TYPE_CHECKING:
         from jaxmpi import bench as bench
@@ -75,6 +50,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         from jaxmpi import run as run
         from jaxmpi import sharded as sharded
         from jaxmpi import testing as testing
+        from jaxmpi import tokens as tokens
         from jaxmpi import trace as trace
         from jaxmpi._grid.grid import Grid
         from jaxmpi._grid.redistribute import iredistribute, redistribute
@@ -92,7 +68,19 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         }
         """Names that not every program uses, with modules. `__getattr__` imports a module when a program first uses a
         name, as it does for the public modules. This makes the import of the package a third shorter."""
-        _MODULES = ("bench", "collectives", "compat", "fft", "info", "io", "run", "sharded", "testing", "trace")
+        _MODULES = (
+            "bench",
+            "collectives",
+            "compat",
+            "fft",
+            "info",
+            "io",
+            "run",
+            "sharded",
+            "testing",
+            "tokens",
+            "trace",
+        )
 
         def __getattr__(name: str) -> _typing.Any:
             if name not in _LATER and name not in _MODULES:
@@ -110,7 +98,6 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "ProcessFailed",
         "Replica",
         "Request",
-        "Token",
         "allgather",
         "allgatherv",
         "allreduce",
@@ -141,7 +128,6 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "migrate",
         "neighbor_allgather",
         "neighbor_alltoall",
-        "notoken",
         "process_failure",
         "recover",
         "recv",

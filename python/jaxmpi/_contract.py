@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from mpi4py import MPI
 
-from jaxmpi import notoken
 from jaxmpi._derivatives import hooks
 from jaxmpi._jax import internals, jaxprs, primitives
+from jaxmpi._operations import collectives, messages
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import EFFECT, Unsupported
 from jaxmpi._primitive.operation import is_ours
@@ -56,15 +56,15 @@ def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _bcast(x: Any = 1.0) -> Any:
-    return notoken.bcast(x, 0, comm=MPI.COMM_SELF)
+    return collectives.bcast(x, 0, comm=MPI.COMM_SELF)
 
 
 def _send(x: Any) -> None:
-    notoken.send(x, 0, comm=MPI.COMM_SELF)
+    messages.send(x, 0, comm=MPI.COMM_SELF)
 
 
 def _recv() -> Any:
-    return notoken.recv(0.0, 0, tag=0, comm=MPI.COMM_SELF)
+    return messages.recv(0.0, 0, tag=0, comm=MPI.COMM_SELF)
 
 
 def _forward(f: Callable[[Any], Any]) -> Any:

@@ -11,7 +11,6 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.derivatives import Map, between_ranks, check, check_all, check_wrapped, direction, needs_new_jax, normal
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX, REDUCING, REPLICATED
@@ -53,10 +52,10 @@ def test_constant_templates(comm, rank, size):
     def of_root(root):
         mine = rank == root
         return {
-            f"bcast {root}": lambda x: notoken.bcast(x[0] if mine else jnp.zeros(3), root),
-            f"scatter {root}": lambda x: notoken.scatter(x if mine else jnp.zeros(3), root),
-            f"bcast {root} into a shape": lambda x: notoken.bcast(x[0] if mine else template, root) * x[1],
-            f"scatter {root} into a shape": lambda x: notoken.scatter(x if mine else template, root) ** 2,
+            f"bcast {root}": lambda x: jaxmpi.bcast(x[0] if mine else jnp.zeros(3), root),
+            f"scatter {root}": lambda x: jaxmpi.scatter(x if mine else jnp.zeros(3), root),
+            f"bcast {root} into a shape": lambda x: jaxmpi.bcast(x[0] if mine else template, root) * x[1],
+            f"scatter {root} into a shape": lambda x: jaxmpi.scatter(x if mine else template, root) ** 2,
         }
 
     check_all([Map(name, f, x) for root in range(size) for name, f in of_root(root).items()], comm)
@@ -92,10 +91,10 @@ def test_pair_in_two_functions(comm, rank, size):
 
     def pass_on(y):
         if rank < size - 1:
-            notoken.send(jnp.sin(y), rank + 1, tag=3)
+            jaxmpi.send(jnp.sin(y), rank + 1, tag=3)
 
     def take():
-        return notoken.recv(jnp.zeros(3), rank - 1, tag=3) if rank > 0 else jnp.ones(3)
+        return jaxmpi.recv(jnp.zeros(3), rank - 1, tag=3) if rank > 0 else jnp.ones(3)
 
     def f(x):
         y = take() * x
@@ -112,14 +111,14 @@ def test_functions_of_constants(comm, rank, size):
     """Functions whose operands are constants on one rank, or that have none: they are differentiated all the same."""
 
     def f(x, wrap):
-        take = wrap(lambda: notoken.recv(jnp.zeros(2), 0, tag=1))
-        take_more = wrap(lambda t: lax.scan(lambda c, _: (c + notoken.recv(t, 0, tag=2), None), t, None, length=3)[0])
-        branch = wrap(lambda k, t: lax.cond(k > 0, lambda t: notoken.bcast(t, 0), lambda t: t, t))
+        take = wrap(lambda: jaxmpi.recv(jnp.zeros(2), 0, tag=1))
+        take_more = wrap(lambda t: lax.scan(lambda c, _: (c + jaxmpi.recv(t, 0, tag=2), None), t, None, length=3)[0])
+        branch = wrap(lambda k, t: lax.cond(k > 0, lambda t: jaxmpi.bcast(t, 0), lambda t: t, t))
         if rank == 0:
             for other in range(1, size):
-                notoken.send(x, other, tag=1)
+                jaxmpi.send(x, other, tag=1)
                 for k in range(3):
-                    notoken.send(x**k, other, tag=2)
+                    jaxmpi.send(x**k, other, tag=2)
             got = x
         else:
             got = take() + take_more(jnp.zeros(2)) ** 2
@@ -134,11 +133,11 @@ def test_functions_of_constants(comm, rank, size):
 def test_messages_of_derivatives_have_tags_of_their_own(comm, rank, size):
     """Tangents that nobody receives are never taken for a message."""
     if rank == 0:
-        jax.jvp(lambda x: notoken.send(x, 1, tag=4, comm=comm), (jnp.ones(3),), (jnp.full(3, 7.0),))
-        notoken.send(jnp.full(3, 2.0), 1, tag=4, comm=comm)
+        jax.jvp(lambda x: jaxmpi.send(x, 1, tag=4, comm=comm), (jnp.ones(3),), (jnp.full(3, 7.0),))
+        jaxmpi.send(jnp.full(3, 2.0), 1, tag=4, comm=comm)
     if rank == 1:
-        np.testing.assert_array_equal(notoken.recv(jnp.zeros(3), 0, tag=4, comm=comm), np.ones(3))
-        np.testing.assert_array_equal(notoken.recv(jnp.zeros(3), 0, tag=4, comm=comm), np.full(3, 2.0))
+        np.testing.assert_array_equal(jaxmpi.recv(jnp.zeros(3), 0, tag=4, comm=comm), np.ones(3))
+        np.testing.assert_array_equal(jaxmpi.recv(jnp.zeros(3), 0, tag=4, comm=comm), np.full(3, 2.0))
         comm.Recv(np.empty(3), 0)
 
 
@@ -169,9 +168,9 @@ def test_ties_share(ops, comm, rank, size):
     x, t = jnp.ones(2), jnp.full(2, 1.0 + rank)
 
     def derivatives(x, t, op):
-        gradient = jax.grad(lambda x: jnp.sum(notoken.allreduce(x, OPS[op])))(x)
-        _, of_scan = jax.jvp(lambda x: notoken.scan(x, OPS[op]), (x,), (t,))
-        _, of_reduce = jax.jvp(lambda x: notoken.reduce(x, OPS[op], 0), (x,), (t,))
+        gradient = jax.grad(lambda x: jnp.sum(jaxmpi.allreduce(x, OPS[op])))(x)
+        _, of_scan = jax.jvp(lambda x: jaxmpi.scan(x, OPS[op]), (x,), (t,))
+        _, of_reduce = jax.jvp(lambda x: jaxmpi.reduce(x, OPS[op], 0), (x,), (t,))
         return gradient, of_scan, of_reduce
 
     found = jax.jit(lambda x, t: [derivatives(x, t, op) for op in ops])(x, t)
@@ -182,7 +181,7 @@ def test_ties_share(ops, comm, rank, size):
 
 def test_extreme_that_is_no_number(rank):
     x = jnp.asarray([jnp.nan, 1.0 + rank])
-    gradient = jax.grad(lambda x: jnp.sum(notoken.allreduce(x, MPI.MAX)))(x)
+    gradient = jax.grad(lambda x: jnp.sum(jaxmpi.allreduce(x, MPI.MAX)))(x)
     assert np.isnan(gradient[0])
     assert not np.isnan(gradient[1])
 
@@ -208,7 +207,7 @@ def test_reductions_keep_their_dtype(comm, rank):
 def test_no_derivative(comm):
     own = MPI.Op.Create(lambda a, b, t: None, commute=True)
     with pytest.raises(NotImplementedError, match=r"MPI\.SUM.*MPI\.PROD.*MPI\.MAX"):
-        jax.grad(lambda x: notoken.allreduce(x, own))(1.0)
+        jax.grad(lambda x: jaxmpi.allreduce(x, own))(1.0)
     own.Free()
 
 
@@ -282,7 +281,7 @@ def test_second_derivatives_of_reductions(ops, comm, rank, size):
     @jax.jit
     def ours(x, v):
         calls = [
-            (lambda x, op=op: notoken.allreduce(x, OPS[op]), lambda x, op=op: notoken.scan(x, OPS[op])) for op in ops
+            (lambda x, op=op: jaxmpi.allreduce(x, OPS[op]), lambda x, op=op: jaxmpi.scan(x, OPS[op])) for op in ops
         ]
         return [derivatives(f, x, v) for pair in calls for f in pair]
 
@@ -325,14 +324,14 @@ def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
     maps a cotangent that on other ranks is a zero nobody has asked for."""
 
     def f(x):
-        y = notoken.bcast(x, 0)
+        y = jaxmpi.bcast(x, 0)
         return jnp.sum(jnp.sin(y) * x) if rank == size - 1 else jnp.sum(x**3)
 
     xs = normal((4, 3), float, rank, 0)
     derivatives = (
         jax.grad(f),
         jax.hessian(f),
-        jax.jacrev(lambda x: (notoken.bcast(x, 0) ** 2, x)[int(rank < size - 1)]),
+        jax.jacrev(lambda x: (jaxmpi.bcast(x, 0) ** 2, x)[int(rank < size - 1)]),
         jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
         lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1],
     )
@@ -343,7 +342,7 @@ def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
         np.testing.assert_allclose(found, jnp.stack(expected), rtol=1e-12)
 
     def h(z, y, x):
-        return notoken.bcast(x * 2 if rank == 0 else jnp.zeros(2), 0) + z + y
+        return jaxmpi.bcast(x * 2 if rank == 0 else jnp.zeros(2), 0) + z + y
 
     x, u = jnp.ones(2), jnp.zeros(2)
     tangents = jax.vmap(lambda v: jax.jvp(h, (x, x, x), (u, u, v))[1])(jnp.ones((4, 2)))
@@ -373,7 +372,7 @@ def test_second_tangents_of_an_extreme_whose_operand_differs(places, comm, rank,
         return jax.vmap(lambda v: along(along(f, v), v)(x))(directions)
 
     def ours(inside, op, other):
-        f = INSIDE[inside](lambda y: notoken.allreduce(y, extremes[op][0]))
+        f = INSIDE[inside](lambda y: jaxmpi.allreduce(y, extremes[op][0]))
         return second(lambda x: f(x**2 if rank == 0 else others[other](x)) + 0 * x)
 
     def theirs(op, other):
@@ -421,8 +420,8 @@ def test_checkpoint_of_complex_numbers(comm, rank, size):
     x = jnp.arange(3.0) / 4 + 1j * (1 + rank)
 
     def f(z):
-        y, r = notoken.allreduce((z, jnp.real(z)), MPI.SUM, comm=comm)
-        return jnp.sum(jnp.real(jnp.sin(y) * jnp.cos(r) * notoken.sendrecv(z, z, (rank - 1) % size, (rank + 1) % size)))
+        y, r = jaxmpi.allreduce((z, jnp.real(z)), MPI.SUM, comm=comm)
+        return jnp.sum(jnp.real(jnp.sin(y) * jnp.cos(r) * jaxmpi.sendrecv(z, z, (rank - 1) % size, (rank + 1) % size)))
 
     def looped(f):
         return lambda z: jax.lax.scan(lambda c, _: (c + f(z), None), 0.0, None, length=2)[0]
@@ -438,7 +437,7 @@ def test_checkpoints_around_loops_and_in_them(comm, rank, size):
     """What a step communicates is the same in each step, so JAX would move it out of the loop."""
 
     def step(c):
-        return jnp.sin(notoken.bcast(c if rank == 0 else jnp.ones(2), 0))
+        return jnp.sin(jaxmpi.bcast(c if rank == 0 else jnp.ones(2), 0))
 
     def looped(step):
         return lambda x: jnp.sum(jax.checkpoint(lambda x: lax.scan(lambda c, _: (step(c) * x, None), x, None, 3)[0])(x))
@@ -461,11 +460,11 @@ def test_checkpoints_around_loops_and_in_them(comm, rank, size):
 def test_pair_in_checkpoints(comm, rank, size):
     def pair(x):
         if rank == 0:
-            notoken.send(x, 1, tag=2)
-            return notoken.recv(jnp.zeros(3), 1, tag=3)
+            jaxmpi.send(x, 1, tag=2)
+            return jaxmpi.recv(jnp.zeros(3), 1, tag=3)
         if rank == 1:
-            y = notoken.recv(jnp.zeros(3), 0, tag=2)
-            notoken.send(jnp.sin(x) * y, 0, tag=3)
+            y = jaxmpi.recv(jnp.zeros(3), 0, tag=2)
+            jaxmpi.send(jnp.sin(x) * y, 0, tag=3)
             return y
         return x
 
@@ -481,11 +480,11 @@ def test_cond_and_while(comm, rank, size):
     x, v = normal((3,), float, rank, 0), normal((3,), float, rank, 1)
 
     def branches(x):
-        return lax.cond(x.size > 2, lambda x: notoken.scan(x, MPI.SUM), lambda x: x, x)
+        return lax.cond(x.size > 2, lambda x: jaxmpi.scan(x, MPI.SUM), lambda x: x, x)
 
     def loop(start):
         return lax.while_loop(
-            lambda c: c[1] < 3, lambda c: (jnp.sin(notoken.scan(c[0], MPI.SUM)), c[1] + 1), (start, 0)
+            lambda c: c[1] < 3, lambda c: (jnp.sin(jaxmpi.scan(c[0], MPI.SUM)), c[1] + 1), (start, 0)
         )[0]
 
     check(branches, x, comm)
@@ -502,7 +501,7 @@ def distributed_solve(a, b, comm, iterations):
     """Solves A A' u + u = b for the rows of A that are spread over the ranks, by conjugate gradients."""
 
     def matvec(u):
-        return u + notoken.allreduce(a.T @ (a @ u), MPI.SUM, comm=comm)
+        return u + jaxmpi.allreduce(a.T @ (a @ u), MPI.SUM, comm=comm)
 
     def solve(matvec, b):
         def step(state):
@@ -575,7 +574,7 @@ def test_constants_in_loops_that_are_transposed(rank):
     }
 
     def refused(name):
-        f = lambda x: x + notoken.recv(jnp.zeros(3), 0, tag=1)  # noqa: E731
+        f = lambda x: x + jaxmpi.recv(jnp.zeros(3), 0, tag=1)  # noqa: E731
         with pytest.raises(NotImplementedError, match=r"recv cannot be transposed.*0 \* x"):
             jax.linear_transpose(lambda x: loops[name](f, x), jnp.ones(3))(jnp.ones(3))
 
@@ -592,7 +591,7 @@ def test_replicate(comm, rank, size):
 
     def loss(w):
         w = jaxmpi.replicate(w)
-        return notoken.allreduce(jnp.sum(jnp.sin(w * data)), MPI.SUM)
+        return jaxmpi.allreduce(jnp.sum(jnp.sin(w * data)), MPI.SUM)
 
     for way in (EAGER, jaxmpi.jit):
         value, gradient = way(jax.value_and_grad(loss))(0.3)
@@ -607,9 +606,9 @@ def test_replicate(comm, rank, size):
 @needs_new_jax
 def test_replicate_of_what_one_rank_alone_uses_or_differentiates(comm, rank, size):
     pick = lambda u, w: u * 3 if rank == 0 else 0.0 * w  # noqa: E731
-    unused = lambda w: notoken.allreduce(pick(jaxmpi.replicate(w), w), MPI.SUM)  # noqa: E731
+    unused = lambda w: jaxmpi.allreduce(pick(jaxmpi.replicate(w), w), MPI.SUM)  # noqa: E731
     assert jax.grad(unused)(2.0) == 3
-    constant = lambda w: notoken.allreduce(jaxmpi.replicate(2.0 if rank else w) * w, MPI.SUM)  # noqa: E731
+    constant = lambda w: jaxmpi.allreduce(jaxmpi.replicate(2.0 if rank else w) * w, MPI.SUM)  # noqa: E731
     np.testing.assert_allclose(jax.grad(constant)(3.0), 3.0 * (1 + size) if rank == 0 else 2.0)
 
 
@@ -639,13 +638,13 @@ def test_invariant(comm, rank, size):
     one = lambda y: one_loss(jaxmpi.invariant(y).reshape(-1, 3))  # noqa: E731
     of_sum = lambda xs: one_loss(jnp.sum(jnp.sin(xs), axis=0))  # noqa: E731
     pairs = {
-        "allgather": (lambda x: one(notoken.allgather(x)), lambda xs: one_loss(xs.reshape(-1, 3))),
+        "allgather": (lambda x: one(jaxmpi.allgather(x)), lambda xs: one_loss(xs.reshape(-1, 3))),
         **{
-            f"bcast {r}": (lambda x, r=r: one(notoken.bcast(x, r)), lambda xs, r=r: one_loss(xs[r]))
+            f"bcast {r}": (lambda x, r=r: one(jaxmpi.bcast(x, r)), lambda xs, r=r: one_loss(xs[r]))
             for r in (0, size - 1)
         },
-        "conventional sum": (lambda x: one_loss(notoken.allreduce(jnp.sin(x), MPI.SUM)), of_sum),
-        "true sum": (lambda x: one(jnp.sum(notoken.allgather(jnp.sin(x)), axis=0)), of_sum),
+        "conventional sum": (lambda x: one_loss(jaxmpi.allreduce(jnp.sin(x), MPI.SUM)), of_sum),
+        "true sum": (lambda x: one(jnp.sum(jaxmpi.allgather(jnp.sin(x)), axis=0)), of_sum),
     }
 
     @jax.jit
@@ -695,7 +694,7 @@ def test_invariant_under_vmap_and_of_a_constant(comm, rank, size):
     """On one rank alone the constant depends on what is differentiated."""
     x = normal((4, 3), float, rank, 0)
     xs = jnp.asarray(comm.allgather(np.asarray(x)))
-    loss = lambda x: one_loss(jaxmpi.invariant(notoken.allgather(x)))  # noqa: E731
+    loss = lambda x: one_loss(jaxmpi.invariant(jaxmpi.allgather(x)))  # noqa: E731
     expected = jax.jit(jax.vmap(jax.grad(one_loss), 1, 1))(xs)[rank]
     np.testing.assert_allclose(jaxmpi.jit(jax.vmap(jax.grad(loss)))(x), expected, rtol=1e-12)
     np.testing.assert_array_equal(jax.vmap(jaxmpi.invariant, 1, 1)(xs[0]), xs[0])
@@ -712,10 +711,10 @@ def test_invariant_of_a_pytree_and_integers(comm, rank, size):
     for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(tree), strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.dtype == jnp.asarray(b).dtype
-    assert notoken.invariant is jaxmpi.invariant
+    assert jaxmpi.invariant is jaxmpi.invariant
 
     def loss(x):
-        y = jaxmpi.invariant({**tree, "w": notoken.allgather(x)})
+        y = jaxmpi.invariant({**tree, "w": jaxmpi.allgather(x)})
         return jnp.sum(y["w"] * y["b"]) * jnp.sum(y["n"])
 
     np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2)), np.full(2, 3.0))

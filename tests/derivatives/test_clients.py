@@ -16,7 +16,6 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.derivatives import normal
 
 pytestmark = pytest.mark.skipif(not os.environ.get("JAXMPI_TEST_CLIENTS"), reason="`make test-clients` runs these")
@@ -28,7 +27,7 @@ jax_jit, our_jit = (functools.partial(jit, compiler_options=QUICK) for jit in (j
 
 def total(x):
     """The sum of all elements of all ranks, of which every rank has a copy."""
-    return notoken.allreduce(jnp.sum(x), MPI.SUM)
+    return jaxmpi.allreduce(jnp.sum(x), MPI.SUM)
 
 
 def check_client(ours, theirs, shapes, comm, jit, where="everywhere", modes=("reverse", "forward"), rtol=1e-8):
@@ -74,8 +73,8 @@ def flow(t, u, parameters):
     """Diffusion on a ring of cells, of which each rank has a part, with a source."""
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     left, right = (rank - 1) % size, (rank + 1) % size
-    before = notoken.sendrecv(u[-1], u[-1], left, right)
-    after = notoken.sendrecv(u[0], u[0], right, left)
+    before = jaxmpi.sendrecv(u[-1], u[-1], left, right)
+    after = jaxmpi.sendrecv(u[0], u[0], right, left)
     ring = jnp.concatenate([before[None], u, after[None]])
     return parameters[0] * (ring[2:] - 2 * u + ring[:-2]) + parameters[1] * jnp.sin(u + t)
 
@@ -149,14 +148,14 @@ def test_equinox_modules(comm, rank, size):
     @equinox.filter_jit
     def step(model, x, y):
         def whole(model):
-            return notoken.allreduce(loss(jaxmpi.replicate(model), x, y), MPI.SUM) / size
+            return jaxmpi.allreduce(loss(jaxmpi.replicate(model), x, y), MPI.SUM) / size
 
         gradient = equinox.filter_grad(whole)(model)
-        mean = notoken.allreduce(equinox.filter_grad(loss)(model, x, y), MPI.SUM)
+        mean = jaxmpi.allreduce(equinox.filter_grad(loss)(model, x, y), MPI.SUM)
         mean = jax.tree.map(lambda g: g / size, mean)
         return equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), gradient, mean
 
-    started = notoken.bcast(make(rank), 0)
+    started = jaxmpi.bcast(make(rank), 0)
     expected = make(0)
     assert jax.tree.structure(started) == jax.tree.structure(expected)
     assert started.activation is expected.activation
@@ -169,7 +168,7 @@ def test_equinox_modules(comm, rank, size):
         for x, y in zip(arrays, others, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9)
     template = equinox.filter_eval_shape(make, 0)
-    got = notoken.sendrecv(make(rank), template, (rank - 1) % size, (rank + 1) % size)
+    got = jaxmpi.sendrecv(make(rank), template, (rank - 1) % size, (rank + 1) % size)
     np.testing.assert_array_equal(got.layers[0].weight, make((rank - 1) % size).layers[0].weight)
 
 
@@ -184,7 +183,7 @@ def matvec_of(rows, symmetric):
         image = u / MPI.COMM_WORLD.size + rows.T @ (rows @ u)
         if not symmetric:
             image = image + rows[0] * u[1]
-        return notoken.allreduce(image, MPI.SUM)
+        return jaxmpi.allreduce(image, MPI.SUM)
 
     return matvec
 

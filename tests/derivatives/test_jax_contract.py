@@ -16,7 +16,8 @@ from jax._src.interpreters import partial_eval
 from jax.extend.core import primitives
 from mpi4py import MPI
 
-from jaxmpi import _contract, notoken
+import jaxmpi
+from jaxmpi import _contract
 from jaxmpi._derivatives import higher_order, hooks
 from jaxmpi._jax import internals
 from support.launch import launch
@@ -82,7 +83,7 @@ def sending(comm):
     """A function that sends at once what it is given, and receives nothing."""
 
     def f(x):
-        notoken.send(3 * x, 0, tag=1, comm=comm)
+        jaxmpi.send(3 * x, 0, tag=1, comm=comm)
         return x * x
 
     return f
@@ -192,7 +193,7 @@ def test_newer_version_is_one_warning(version, count):
         jax.__version__ = {version!r}
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
-            import jaxmpi, jaxmpi.notoken
+            import jaxmpi
         for warning in given: print(warning.category.__name__, warning.message)
     """
     told = launch(0, "-c", code).stdout
@@ -275,7 +276,7 @@ def test_refusal_stays_and_functions_go_on(changed, myself):
             context.setattr(owner, name, getattr(owner, name).jaxmpi_own)
             assert_refused(myself, DERIVATIVES)
         assert_refused(myself, DERIVATIVES)
-        assert jax.jit(lambda x: notoken.bcast(x, 0, comm=myself))(2.0) == 2
+        assert jax.jit(lambda x: jaxmpi.bcast(x, 0, comm=myself))(2.0) == 2
         assert jax.grad(lambda x: x * x)(2.0) == 4
 
 
@@ -288,7 +289,7 @@ def counted(patch):
 
 
 def of_square(x, comm):
-    return notoken.bcast(x, 0, comm=comm) * x
+    return jaxmpi.bcast(x, 0, comm=comm) * x
 
 
 def within(context, f, x):

@@ -15,7 +15,6 @@ from jax._src.lax.control_flow import solves
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.derivatives import Map, check, check_all, check_wrapped, needs_new_jax, normal
 from support.rows import each, rows
 
@@ -29,8 +28,8 @@ WRAPS = {"plain": EAGER, "jit": jaxmpi.jit}
 @pytest.fixture(autouse=True)
 def _nothing_left_over(comm, rank, size):
     yield
-    np.testing.assert_array_equal(notoken.bcast(jnp.full(2, 5.0 + rank), 0), [5, 5])
-    left = notoken.sendrecv(jnp.full(2, float(rank)), jnp.zeros(2), (rank - 1) % size, (rank + 1) % size)
+    np.testing.assert_array_equal(jaxmpi.bcast(jnp.full(2, 5.0 + rank), 0), [5, 5])
+    left = jaxmpi.sendrecv(jnp.full(2, float(rank)), jnp.zeros(2), (rank - 1) % size, (rank + 1) % size)
     np.testing.assert_array_equal(left, [(rank - 1) % size] * 2)
 
 
@@ -38,16 +37,16 @@ def _nothing_left_over(comm, rank, size):
 
 
 def send_alone(x):
-    notoken.send(x, 1, tag=2)
+    jaxmpi.send(x, 1, tag=2)
 
 
 def send_and_count(x):
-    notoken.send(x, 1, tag=2)
+    jaxmpi.send(x, 1, tag=2)
     return jnp.argmax(x)
 
 
 def send_and_stop(x):
-    notoken.send(x, 1, tag=2)
+    jaxmpi.send(x, 1, tag=2)
     return lax.stop_gradient(x)
 
 
@@ -67,7 +66,7 @@ def test_checkpoint_without_a_differentiable_result(names, comm, rank):
             jax.checkpoint(sender)(x * 3)
             return 0.0 * jnp.sum(x)
         if rank == 1:
-            return jnp.sum(7 * notoken.recv(jnp.zeros(2), 0, tag=2))
+            return jnp.sum(7 * jaxmpi.recv(jnp.zeros(2), 0, tag=2))
         return 0.0 * jnp.sum(x)
 
     x = normal((2,), float, rank, 0)
@@ -82,7 +81,7 @@ def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(comm, rank, si
     """All operands of what is inside the checkpoint are constants on one rank."""
 
     def steps(c):
-        step = lambda c: jnp.sin(notoken.allreduce(0.5 * c, MPI.SUM))  # noqa: E731
+        step = lambda c: jnp.sin(jaxmpi.allreduce(0.5 * c, MPI.SUM))  # noqa: E731
         branch = lambda c: lax.cond(jnp.arange(2)[1] > 0, step, lambda c: c, c)  # noqa: E731
         return branch(lax.scan(lambda c, _: (step(c), None), c, None, length=2)[0])
 
@@ -104,12 +103,12 @@ def test_checkpoint_around_loops_of_checkpoints(comm, rank, size):
     @jax.jit
     @jax.checkpoint
     def inner(c):
-        total = notoken.reduce(jnp.cos(c), MPI.PROD, 0)
-        return jnp.sin(total + notoken.bcast(c if rank == 0 else jnp.ones(2), 0))
+        total = jaxmpi.reduce(jnp.cos(c), MPI.PROD, 0)
+        return jnp.sin(total + jaxmpi.bcast(c if rank == 0 else jnp.ones(2), 0))
 
     def step(c, _):
         def more(_, c):
-            everyone = notoken.allgather(jnp.ones(2) if rank == 0 else c)
+            everyone = jaxmpi.allgather(jnp.ones(2) if rank == 0 else c)
             return c + 0.1 * jnp.sum(everyone, axis=0)
 
         return lax.fori_loop(0, 2, more, inner(c)), None
@@ -125,8 +124,8 @@ def solve_spread(b, w):
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
     def matvec(u):
-        ring = notoken.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
-        return 2 * u + w * ring / 2 + 0.1 * notoken.bcast(u, 0)
+        ring = jaxmpi.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
+        return 2 * u + w * ring / 2 + 0.1 * jaxmpi.bcast(u, 0)
 
     def solve(matvec, b):
         return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
@@ -150,19 +149,19 @@ def test_linear_solve_of_constants(constants, comm, rank, size):
 
 def test_second_derivative_of_a_checkpoint_that_prevents_cse_of_some_operands(comm, rank, size):
     try:
-        remember = jax.checkpoint(lambda a, b: notoken.bcast(jnp.sin(a) * b, 0), prevent_cse=(True, False))
+        remember = jax.checkpoint(lambda a, b: jaxmpi.bcast(jnp.sin(a) * b, 0), prevent_cse=(True, False))
         remember(jnp.ones(2), jnp.ones(2))
     except (AssertionError, TypeError, ValueError):
         pytest.skip("this JAX prevents all or none")
     squares = lambda f: lambda x: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(f(x, x)))(x) ** 2))(x)  # noqa: E731
     x = normal((2,), float, rank, 0)
-    expected = squares(lambda a, b: notoken.bcast(jnp.sin(a) * b, 0))(x)
+    expected = squares(lambda a, b: jaxmpi.bcast(jnp.sin(a) * b, 0))(x)
     np.testing.assert_allclose(squares(remember)(x), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("function", [lambda y, x: y * x, lambda y, x: jnp.sin(y) * x, lambda y, x: x / y])
 def test_transposed_product_with_what_was_communicated(function):
-    f = lambda x: function(notoken.bcast(jnp.ones(2), 0), x)  # noqa: E731
+    f = lambda x: function(jaxmpi.bcast(jnp.ones(2), 0), x)  # noqa: E731
     with pytest.raises(NotImplementedError, match="compute that outside of it"):
         jax.linear_transpose(f, jnp.ones(2))(jnp.ones(2))
 
@@ -172,7 +171,7 @@ def test_root_of_constants(comm, rank, size):
 
     def root(x, transposed):
         def equation(u):
-            ring = notoken.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
+            ring = jaxmpi.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
             return u + jnp.tanh(ring) / 4 - x
 
         def solve(f, u):
@@ -205,9 +204,9 @@ def test_root_of_constants(comm, rank, size):
 @jax.custom_jvp
 def of_two(x, y):
     rank = MPI.COMM_WORLD.rank
-    product = notoken.scan(y if rank == 0 else x, MPI.PROD)
-    notoken.gather(x, 0)
-    return jnp.sin(product) * x + notoken.allgather(jnp.ones(2) if rank == 1 else y)[0]
+    product = jaxmpi.scan(y if rank == 0 else x, MPI.PROD)
+    jaxmpi.gather(x, 0)
+    return jnp.sin(product) * x + jaxmpi.allgather(jnp.ones(2) if rank == 1 else y)[0]
 
 
 @of_two.defjvp
@@ -217,23 +216,23 @@ def _of_two_jvp(primals, tangents):
 
 @jax.custom_jvp
 def by_hand(x, y):
-    return notoken.bcast(x, 0) + notoken.scan(y, MPI.SUM)
+    return jaxmpi.bcast(x, 0) + jaxmpi.scan(y, MPI.SUM)
 
 
 @by_hand.defjvp
 def _by_hand_jvp(primals, tangents):
-    return by_hand(*primals), notoken.bcast(tangents[0], 0) + notoken.scan(tangents[1], MPI.SUM)
+    return by_hand(*primals), jaxmpi.bcast(tangents[0], 0) + jaxmpi.scan(tangents[1], MPI.SUM)
 
 
 @jax.custom_vjp
 def turned(x):
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    return notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size)
+    return jaxmpi.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size)
 
 
 def _turned_back(_, ct):
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    return (notoken.sendrecv(ct, ct, (rank + 1) % size, (rank - 1) % size),)
+    return (jaxmpi.sendrecv(ct, ct, (rank + 1) % size, (rank - 1) % size),)
 
 
 turned.defvjp(lambda x: (turned(x), None), _turned_back)
@@ -244,15 +243,15 @@ def added_backwards(x):
     return x
 
 
-added_backwards.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct, MPI.SUM),))
+added_backwards.defvjp(lambda x: (x, None), lambda _, ct: (jaxmpi.allreduce(ct, MPI.SUM),))
 
 
 @jax.custom_vjp
 def cubes_added(x):
-    return notoken.allreduce(x**3, MPI.SUM)
+    return jaxmpi.allreduce(x**3, MPI.SUM)
 
 
-cubes_added.defvjp(lambda x: (cubes_added(x), x), lambda x, ct: (3 * x**2 * notoken.allreduce(ct, MPI.SUM),))
+cubes_added.defvjp(lambda x: (cubes_added(x), x), lambda x, ct: (3 * x**2 * jaxmpi.allreduce(ct, MPI.SUM),))
 
 PLACES = {
     "plain": lambda f: f,
@@ -292,7 +291,7 @@ def scanned_forwards(x):
     return x
 
 
-scanned_forwards.defjvp(lambda primals, tangents: (scanned_forwards(*primals), notoken.scan(tangents[0], MPI.SUM)))
+scanned_forwards.defjvp(lambda primals, tangents: (scanned_forwards(*primals), jaxmpi.scan(tangents[0], MPI.SUM)))
 
 
 @rows("places", PLACES)
@@ -486,7 +485,7 @@ def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, si
     def f(x):
         return x
 
-    f.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct if float(ct) > -1 else -ct, MPI.SUM),))
+    f.defvjp(lambda x: (x, None), lambda _, ct: (jaxmpi.allreduce(ct if float(ct) > -1 else -ct, MPI.SUM),))
     gradient = jax.grad(lambda x: (f(x), x)[int(rank == 0)])(2.0)
     assert gradient == (size if rank == 0 else size - 1)
 
@@ -494,7 +493,7 @@ def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, si
 def test_derivative_in_a_loop_that_ends_for_each_row(comm):
     """`vmap` makes its condition one for each row; the derivative inside is differentiated again."""
 
-    def f(x, times=lambda y: notoken.bcast(y, 0)):
+    def f(x, times=lambda y: jaxmpi.bcast(y, 0)):
         def step(state):
             return state[0] + 1, jax.jvp(lambda y: times(jnp.sin(y) * x), (state[1],), (1.0,))[1]
 
@@ -512,11 +511,11 @@ def test_custom_vmap_is_refused(rank):
 
     @jax.custom_batching.custom_vmap
     def f(x):
-        return notoken.bcast(x, 0) ** 2
+        return jaxmpi.bcast(x, 0) ** 2
 
     @f.def_vmap
     def _rule(axis_size, in_batched, x):
-        return notoken.bcast(x, 0) ** 2, in_batched[0]
+        return jaxmpi.bcast(x, 0) ** 2, in_batched[0]
 
     np.testing.assert_array_equal(jax.vmap(f)(jnp.full((3, 2), 2.0 + rank)), np.full((3, 2), 4.0))
     if rank == 0:
@@ -537,9 +536,9 @@ def test_exchange_of_two_dtypes(comm, rank, size):
 
     def f(x):
         if rank == 0:
-            got = notoken.sendrecv(3 * x, counts, other, other, sendtag=1, recvtag=2)
+            got = jaxmpi.sendrecv(3 * x, counts, other, other, sendtag=1, recvtag=2)
             return x * got
-        got = notoken.sendrecv(counts, x, other, other, sendtag=2, recvtag=1)
+        got = jaxmpi.sendrecv(counts, x, other, other, sendtag=2, recvtag=1)
         return 7 * got * x
 
     pair = comm.Create_group(comm.group.Incl([0, 1]))
@@ -568,10 +567,10 @@ def test_no_floating_point_operand(places, comm, rank):
         template = jnp.zeros(())
 
         def get(k):
-            return notoken.bcast(x[0] ** 2 if rank == 0 else template, 0) * k
+            return jaxmpi.bcast(x[0] ** 2 if rank == 0 else template, 0) * k
 
         def loop_of_others(k):
-            return notoken.bcast(template, 0) * k
+            return jaxmpi.bcast(template, 0) * k
 
         y = LOOPS[place](get if rank == 0 else loop_of_others)(jnp.int32(1))
         return jnp.sum(y) * x
@@ -588,13 +587,13 @@ def test_differentiated_with_respect_to_nothing(rank):
     """On one rank alone here: it knows by itself, before anything is sent."""
     if rank == 0:
         with pytest.raises(NotImplementedError, match="with respect to nothing"):
-            jax.jvp(lambda _: notoken.bcast(jnp.ones(2), 0), ({},), ({},))
+            jax.jvp(lambda _: jaxmpi.bcast(jnp.ones(2), 0), ({},), ({},))
 
 
 def test_arrays_of_64_bits_that_are_no_longer_enabled(comm, size):
     """A value keeps its dtype, and zeros get one that JAX has."""
     x = jnp.arange(3.0)
-    total = lambda x: notoken.allreduce(x, MPI.SUM)  # noqa: E731
+    total = lambda x: jaxmpi.allreduce(x, MPI.SUM)  # noqa: E731
     jax.config.update("jax_enable_x64", False)
     try:
         value, tangent = jax.jit(lambda x: jax.jvp(total, (x,), (x,)))(x)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import notoken
+import jaxmpi
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX
 
@@ -35,15 +35,15 @@ def test_vmap_of_one_side(rank, size):
     """A batched message into an unbatched template, and the other way round."""
     left, right = (rank - 1) % size, (rank + 1) % size
     x = jnp.arange(12.0).reshape(4, 3) + rank
-    y = jax.vmap(lambda v: notoken.sendrecv(v, jnp.zeros(3), left, right))(x)
+    y = jax.vmap(lambda v: jaxmpi.sendrecv(v, jnp.zeros(3), left, right))(x)
     np.testing.assert_array_equal(y, np.arange(12.0).reshape(4, 3) + left)
-    z = jax.vmap(lambda t: notoken.sendrecv(jnp.full(3, float(rank)), t, left, right))(jnp.zeros((4, 3)))
+    z = jax.vmap(lambda t: jaxmpi.sendrecv(jnp.full(3, float(rank)), t, left, right))(jnp.zeros((4, 3)))
     np.testing.assert_array_equal(z, np.full((4, 3), float(left)))
 
 
 def test_nested_vmap(size, rank):
     x = jnp.arange(24.0).reshape(2, 3, 4) + rank
-    y = jax.vmap(jax.vmap(notoken.allgather, in_axes=1), in_axes=0)(x)
+    y = jax.vmap(jax.vmap(jaxmpi.allgather, in_axes=1), in_axes=0)(x)
     expected = np.stack([np.arange(24.0).reshape(2, 3, 4) + r for r in range(size)])
     np.testing.assert_array_equal(y, np.transpose(expected, (1, 3, 0, 2)))
 
@@ -72,7 +72,7 @@ def test_constant_template_is_constant(rank, size):
     left, right = (rank - 1) % size, (rank + 1) % size
 
     def f(x, template):
-        return jnp.sum(notoken.sendrecv(x, template, left, right) * (1.0 + rank))
+        return jnp.sum(jaxmpi.sendrecv(x, template, left, right) * (1.0 + rank))
 
     x = jnp.ones(3)
     gradient, of_template = jax.grad(f, argnums=(0, 1))(x, jnp.full(3, 5.0))
@@ -86,7 +86,7 @@ def test_sendrecv_with_tags(rank, size):
     left, right = (rank - 1) % size, (rank + 1) % size
 
     def f(x):
-        y = notoken.sendrecv(x, x, left, right, sendtag=rank, recvtag=left)
+        y = jaxmpi.sendrecv(x, x, left, right, sendtag=rank, recvtag=left)
         return jnp.sum(y * (1.0 + rank))
 
     np.testing.assert_array_equal(jax.jit(jax.grad(f))(jnp.ones(3)), np.full(3, 1.0 + right))
@@ -94,7 +94,7 @@ def test_sendrecv_with_tags(rank, size):
 
 def test_integers_have_no_derivative(size):
     def f(x, k):
-        return jnp.sum(notoken.allreduce(x, MPI.SUM) * notoken.allreduce(k, MPI.SUM))
+        return jnp.sum(jaxmpi.allreduce(x, MPI.SUM) * jaxmpi.allreduce(k, MPI.SUM))
 
     gradient = jax.grad(f)(jnp.ones(3), jnp.arange(3))
     np.testing.assert_array_equal(gradient, size * np.arange(3.0))
@@ -103,16 +103,16 @@ def test_integers_have_no_derivative(size):
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 def test_unknown_way_back(rank):
     with pytest.raises(NotImplementedError, match="ANY_SOURCE"):
-        jax.grad(lambda x: jnp.sum(notoken.sendrecv(x, x, MPI.ANY_SOURCE, rank)))(jnp.ones(3))
+        jax.grad(lambda x: jnp.sum(jaxmpi.sendrecv(x, x, MPI.ANY_SOURCE, rank)))(jnp.ones(3))
 
 
 def test_python_numbers_and_mixed_dtypes(rank, size):
     """Derivatives at Python numbers; a template of integers has no derivative, whatever is sent."""
-    value, tangent = jax.jvp(lambda p: notoken.allreduce(p, MPI.SUM), (3.0,), (1.0,))
+    value, tangent = jax.jvp(lambda p: jaxmpi.allreduce(p, MPI.SUM), (3.0,), (1.0,))
     assert (value, tangent) == (3.0 * size, size)
-    assert jax.grad(lambda p: notoken.allreduce(p, MPI.SUM) * 2)(3.0) == 2
+    assert jax.grad(lambda p: jaxmpi.allreduce(p, MPI.SUM) * 2)(3.0) == 2
     integer = jax.ShapeDtypeStruct((), jnp.int64)
-    f = jax.grad(lambda p: p + 0 * notoken.sendrecv(p, integer, MPI.PROC_NULL, MPI.PROC_NULL))
+    f = jax.grad(lambda p: p + 0 * jaxmpi.sendrecv(p, integer, MPI.PROC_NULL, MPI.PROC_NULL))
     assert f(jnp.float64(3)) == 1
 
 
@@ -121,7 +121,7 @@ def test_search_for_leaked_tracers(size):
     """JAX's search finds its own list of ordered effects where it divides a scan, with or without us: docs say so."""
 
     def scanned(x):
-        step = lambda carry, _: (jnp.sin(notoken.allreduce(carry, MPI.SUM)), None)  # noqa: E731
+        step = lambda carry, _: (jnp.sin(jaxmpi.allreduce(carry, MPI.SUM)), None)  # noqa: E731
         return jax.lax.scan(step, x, None, length=3)[0]
 
     x = np.float32(0.3)

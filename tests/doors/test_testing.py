@@ -14,7 +14,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from jaxmpi._testing import figures, together, verdict
 from jaxmpi.testing import check_grads
 from support import drawing, gradients
@@ -33,7 +32,7 @@ def draw(*shape, dtype=float, rank=RANK):
 
 
 def total(x):
-    return notoken.allreduce(jnp.sum(x), MPI.SUM)
+    return jaxmpi.allreduce(jnp.sum(x), MPI.SUM)
 
 
 W, X, Y = draw(3, rank=0), draw(4, 3), draw(4)
@@ -60,13 +59,13 @@ def tree(state, data):
 
 def neighbours(w, x):
     """Results of each rank's own."""
-    left = notoken.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
-    return x * left @ jaxmpi.replicate(w), notoken.scan(x, MPI.SUM)
+    left = jaxmpi.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
+    return x * left @ jaxmpi.replicate(w), jaxmpi.scan(x, MPI.SUM)
 
 
 def scattered(numbers, w):
     """Only root's numbers count: other ranks have templates."""
-    part = notoken.scatter(numbers, 0)
+    part = jaxmpi.scatter(numbers, 0)
     return total(jnp.sin(part) * jaxmpi.replicate(w)[0])
 
 
@@ -127,12 +126,12 @@ def test_right_in_other_ways(comm):
     until = lambda x: jax.lax.while_loop(lambda x: total(x) < 100, lambda x: x + x**2, jnp.abs(x))  # noqa: E731
     check_grads(until, (X,), modes=("fwd",), invariant_out=False)
     halves = comm.Split(RANK % 2, RANK)
-    on_half = lambda w, x: notoken.allreduce(  # noqa: E731
+    on_half = lambda w, x: jaxmpi.allreduce(  # noqa: E731
         jnp.sum(x @ jaxmpi.replicate(w, comm=halves)) ** 2, MPI.SUM, comm=halves
     )
     check_grads(on_half, (W + RANK % 2, X), invariant="w", comm=halves)
     halves.Free()
-    by_hand = lambda w: (notoken.allreduce(jax.grad(error)(w, X, Y), MPI.SUM) / SIZE,)  # noqa: E731
+    by_hand = lambda w: (jaxmpi.allreduce(jax.grad(error)(w, X, Y), MPI.SUM) / SIZE,)  # noqa: E731
     check_grads(lambda w: regression(w, X, Y), (W,), invariant=0, gradient=by_hand)
 
 
@@ -163,7 +162,7 @@ def missing_in_one_of_two(w, b, x):
 def missing_in_a_loop(w, x):
     def step(w, _):
         gradient = jnp.tanh(x.T @ (x @ w))
-        return w - 0.1 * notoken.allreduce(gradient, MPI.SUM), None
+        return w - 0.1 * jaxmpi.allreduce(gradient, MPI.SUM), None
 
     return jnp.sum(jax.lax.scan(step, w, None, length=2)[0])
 
@@ -234,7 +233,7 @@ def test_with_comparison_of_cotangents(script):
     program = script("""
         from jaxmpi.testing import check_grads
         def mean(x):
-            return notoken.allreduce(jnp.mean(x), MPI.SUM) / size
+            return jaxmpi.allreduce(jnp.mean(x), MPI.SUM) / size
         try:
             check_grads(jaxmpi.jit(lambda x: mean(jnp.sin(x - mean(x)))), (jnp.arange(3.0) ** (rank + 1),))
         except AssertionError as error:
@@ -315,7 +314,7 @@ WRONG = {
     ),
     "gradient of several": (
         ValueError, "f must return one real number",
-        (lambda x: notoken.allreduce(x, MPI.SUM), (X,)), {"gradient": lambda x: (x,)},
+        (lambda x: jaxmpi.allreduce(x, MPI.SUM), (X,)), {"gradient": lambda x: (x,)},
     ),
     "comm": (TypeError, "comm must be an mpi4py communicator", (regression, (W, X, Y)), {"comm": 1}),
 }  # fmt: skip
@@ -353,11 +352,11 @@ def test_error_on_one_rank(when):
 
     def f(x):
         if when == "derivative" and RANK == 0:
-            notoken.send(x, 1)
+            jaxmpi.send(x, 1)
         if RANK == 1:
             if when == "value":
                 raise OSError("no such file")
-            x = notoken.recv(x, 0, tag=MPI.ANY_TAG)
+            x = jaxmpi.recv(x, 0, tag=MPI.ANY_TAG)
         return total(x)
 
     kind, text = (

@@ -30,7 +30,7 @@ BEGIN = """
 import os, sys, time
 import jax, jax.numpy as jnp
 from mpi4py import MPI
-from jaxmpi import notoken
+import jaxmpi
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
 x = jnp.arange(6.0)
@@ -41,30 +41,30 @@ import random
 half = world.Split(rank % 2)
 half.Set_name("half")
 draw = random.Random(1)
-def right(x): return notoken.sendrecv(x, x, source=(rank - 1) % size, dest=(rank + 1) % size, sendtag=3)
+def right(x): return jaxmpi.sendrecv(x, x, source=(rank - 1) % size, dest=(rank + 1) % size, sendtag=3)
 def reversed_order(x):
-    if rank == 0: notoken.send(x, size - 1, tag=5)
-    return notoken.recv(x, 0, tag=5) if rank == size - 1 else x
+    if rank == 0: jaxmpi.send(x, size - 1, tag=5)
+    return jaxmpi.recv(x, 0, tag=5) if rank == size - 1 else x
 def in_flight(x):
-    a, b = (notoken.irecv(x, (rank - 1) % size, tag=4) for _ in range(2))
-    c, d = notoken.isend(x, (rank + 1) % size, tag=4), notoken.isend(x + 1, (rank + 1) % size, tag=4)
-    second = notoken.wait(b)
-    (first, _, _), _ = notoken.waitall([a, c, d], after=jnp.sin(x))
+    a, b = (jaxmpi.irecv(x, (rank - 1) % size, tag=4) for _ in range(2))
+    c, d = jaxmpi.isend(x, (rank + 1) % size, tag=4), jaxmpi.isend(x + 1, (rank + 1) % size, tag=4)
+    second = jaxmpi.wait(b)
+    (first, _, _), _ = jaxmpi.waitall([a, c, d], after=jnp.sin(x))
     return second - first
 def started(x):
-    total, root = notoken.iallreduce(x, MPI.SUM), notoken.ibcast(x, size - 1)
-    return notoken.wait(root) + notoken.wait(total) / size
+    total, root = jaxmpi.iallreduce(x, MPI.SUM), jaxmpi.ibcast(x, size - 1)
+    return jaxmpi.wait(root) + jaxmpi.wait(total) / size
 KINDS = {
     "in flight": in_flight,
     "started": started,
-    "start grad": lambda x: jax.grad(lambda x: notoken.wait(notoken.ibcast(x, 0)).sum())(x),
-    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM) / size,
-    "half": lambda x: notoken.allreduce(x, MPI.MAX, comm=half),
-    "bcast": lambda x: notoken.bcast(x, 1),
-    "alltoall": lambda x: notoken.alltoall(jnp.stack([x] * size))[0],
+    "start grad": lambda x: jax.grad(lambda x: jaxmpi.wait(jaxmpi.ibcast(x, 0)).sum())(x),
+    "allreduce": lambda x: jaxmpi.allreduce(x, MPI.SUM) / size,
+    "half": lambda x: jaxmpi.allreduce(x, MPI.MAX, comm=half),
+    "bcast": lambda x: jaxmpi.bcast(x, 1),
+    "alltoall": lambda x: jaxmpi.alltoall(jnp.stack([x] * size))[0],
     "right": right,
     "message": reversed_order,
-    "grad": lambda x: jax.grad(lambda x: notoken.bcast(x, 0).sum())(x),
+    "grad": lambda x: jax.grad(lambda x: jaxmpi.bcast(x, 0).sum())(x),
 }
 for _ in range(60):
     kind, way, times = draw.choice(sorted(KINDS)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
@@ -156,7 +156,7 @@ def test_random_programs_are_in_it(tmp_path):
 
 
 SLEEPS = """
-f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
 f(x).block_until_ready(); world.Barrier()
 for _ in range(3):
     if rank == 0: world.send("comes", 1)
@@ -165,10 +165,10 @@ for _ in range(3):
 if rank == 0:
     world.recv(source=1)
     time.sleep(0.4)
-    notoken.send(x, 1)
+    jaxmpi.send(x, 1)
 else:
     world.send("comes", 0)
-    notoken.recv(x, 0).block_until_ready()
+    jaxmpi.recv(x, 0).block_until_ready()
 """
 
 
@@ -199,7 +199,7 @@ def test_waiting_is_for_whom_one_waits(tmp_path):
 
 
 PROFILED = """
-f = jax.jit(lambda x: notoken.sendrecv(notoken.allreduce(x, MPI.SUM), x, 1 - rank, 1 - rank))
+f = jax.jit(lambda x: jaxmpi.sendrecv(jaxmpi.allreduce(x, MPI.SUM), x, 1 - rank, 1 - rank))
 f(x).block_until_ready()
 with jax.profiler.trace(os.environ["PROFILE"] + str(rank)):
     f(x).block_until_ready()
@@ -217,7 +217,7 @@ def test_profiler_of_jax_names_operations(tmp_path):
 
 
 KILLED = """
-f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
 for _ in range(100): f(x)
 if rank == 1:
     time.sleep(2)
@@ -295,7 +295,7 @@ def test_bad_folders(tmp_path, monkeypatch):
             trace.main([str(folder)])
 
 
-BARRIERS = "for _ in range({}): notoken.barrier()"
+BARRIERS = "for _ in range({}): jaxmpi.barrier()"
 
 
 def test_jobs_in_one_folder(tmp_path):
@@ -337,20 +337,20 @@ def test_jobs_in_one_folder(tmp_path):
 
 ROWS = """
 import jaxmpi
-right = jax.jit(lambda: notoken.allreduce(jnp.zeros(8), MPI.SUM))  # line of 8
-single = jax.jit(lambda: notoken.allreduce(x[:4], MPI.SUM))  # line of 4
-trees = jax.jit(lambda: notoken.allreduce([x[:4], x[:3], x[:2]], MPI.SUM))  # line of 9
+right = jax.jit(lambda: jaxmpi.allreduce(jnp.zeros(8), MPI.SUM))  # line of 8
+single = jax.jit(lambda: jaxmpi.allreduce(x[:4], MPI.SUM))  # line of 4
+trees = jax.jit(lambda: jaxmpi.allreduce([x[:4], x[:3], x[:2]], MPI.SUM))  # line of 9
 for f in (right, single, trees): jax.block_until_ready(f())
-notoken.allreduce([x[:4], x[:1]], MPI.SUM)  # line of 5
-notoken.bcast((x[:4], x[:3]), 0)  # line of 7
+jaxmpi.allreduce([x[:4], x[:1]], MPI.SUM)  # line of 5
+jaxmpi.bcast((x[:4], x[:3]), 0)  # line of 7
 rows = jaxmpi.IndexMap(range(3 * rank, 3 * rank + 3), [(3 * rank - 1) % (3 * size)])
 u = jnp.ones(4, jnp.float32)
 jaxmpi.jit(lambda u: rows.accumulate(rows.exchange({"a": u, "b": u})))(u)
-jax.grad(lambda u: notoken.wait(rows.start(u)).sum() + rows.accumulate(u).sum())(u)
+jax.grad(lambda u: jaxmpi.wait(rows.start(u)).sum() + rows.accumulate(u).sum())(u)
 jaxmpi.migrate({"a": u, "b": u > 0, "c": u.astype(int)}, jnp.full(4, rank))
 grids = jaxmpi.Grid((size, 1), (size, size)), jaxmpi.Grid((1, size), (size, size))
 jaxmpi.redistribute(jnp.ones((1, size)), *grids)
-jax.block_until_ready(notoken.wait(jaxmpi.iredistribute(jnp.ones((1, size)), *grids)))
+jax.block_until_ready(jaxmpi.wait(jaxmpi.iredistribute(jnp.ones((1, size)), *grids)))
 """
 
 
@@ -384,12 +384,12 @@ def test_rows_and_grids_are_named_as_users_know_them(tmp_path):
 
 
 SPAWNS = """
-from jaxmpi import notoken
+import jaxmpi
 parent = MPI.Comm.Get_parent()
 if parent == MPI.COMM_NULL:
     parent = MPI.COMM_SELF.Spawn(sys.executable, [sys.argv[0]], 1)
-    notoken.barrier()
-notoken.barrier(); jax.effects_barrier()
+    jaxmpi.barrier()
+jaxmpi.barrier(); jax.effects_barrier()
 parent.Disconnect()
 """
 
@@ -409,14 +409,14 @@ def test_spawned_processes_are_a_job(tmp_path):
 
 ALONE = r"""
 import subprocess
-code = "import jaxmpi; from jaxmpi import notoken; notoken.barrier(); notoken.barrier()"
+code = "import jaxmpi; import jaxmpi; jaxmpi.barrier(); jaxmpi.barrier()"
 subprocess.run([sys.executable, "-c", code], check=True)
 if os.fork() == 0: sys.exit(0)
 os.wait()
 name = "/long \"name\" \\ \n é/" + "a" * 3000 + ".py"
 half = world.Dup()
 half.Set_name('half "\n\\')
-exec(compile("def f(x): return notoken.allreduce(x, MPI.SUM, comm=half)", name, "exec"))
+exec(compile("def f(x): return jaxmpi.allreduce(x, MPI.SUM, comm=half)", name, "exec"))
 f(x); jax.jit(f)(x).block_until_ready()
 """
 

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jaxmpi
-from jaxmpi import notoken
+from jaxmpi import tokens
 from jaxmpi._primitive.types import JitOptions, Jitted
 
 pytestmark = pytest.mark.alone
@@ -70,41 +70,38 @@ def test_program(checker):
 def test_program_of_a_user(checker, tmp_path):
     """In a folder of its own, with the package as it is installed, editable or not: a wrong call is reported."""
     need(checker)
-    calls = "right = notoken.bcast(jnp.ones(3), 0)\nwrong = notoken.bcast(jnp.ones(3))\n"
-    (tmp_path / "program.py").write_text("import jax.numpy as jnp\nfrom jaxmpi import notoken\n" + calls)
+    calls = "right = jaxmpi.bcast(jnp.ones(3), 0)\nwrong = jaxmpi.bcast(jnp.ones(3))\n"
+    (tmp_path / "program.py").write_text("import jax.numpy as jnp\nimport jaxmpi\n" + calls)
     assert [error[:2] for error in checker(tmp_path / "program.py")] == [("program.py", 4)]
 
 
 def test_signatures():
     """Those with tokens are those without and the token, at run time and in the stub."""
     stub: dict[str, Any] = {}
-    exec(Path(jaxmpi.__file__).with_name("_tokens.pyi").read_text(), stub)
-    functions = [name for name in notoken.__all__ if not inspect.isclass(getattr(notoken, name))]
-    alone = {"Grid", "IndexMap", "ProcessFailed", "Replica", "Token", "compat", "fft", "get_default", "io"}
-    alone |= {"iredistribute", "jit", "lost", "migrate", "notoken", "process_failure", "recover", "redistribute"}
-    alone |= {"set_default", "survive"}
-    assert set(jaxmpi.__all__) - set(notoken.__all__) == alone
+    exec(Path(jaxmpi.__file__).with_name("tokens.pyi").read_text(), stub)
     assert all(hasattr(jaxmpi, name) for name in jaxmpi.__all__)
-    with_token = [name for name in functions if getattr(notoken, name) is not getattr(jaxmpi, name)]
-    assert sorted(name for name in stub if inspect.isfunction(stub[name])) == sorted(with_token)
-    for name in with_token:
-        plain = inspect.signature(getattr(notoken, name))
-        expected = inspect.signature(getattr(jaxmpi, name))
+    assert set(tokens.__all__) - set(jaxmpi.__all__) == {"Token"}
+    with_token = [name for name in tokens.__all__ if getattr(tokens, name) is not getattr(jaxmpi, name, None)]
+    assert sorted(name for name in stub if inspect.isfunction(stub[name])) == sorted(set(tokens.__all__) - {"Token"})
+    assert len(with_token) == 29
+    for name in set(with_token) - {"Token"}:
+        plain = inspect.signature(getattr(jaxmpi, name))
+        expected = inspect.signature(getattr(tokens, name))
         assert inspect.signature(stub[name]) == expected, name
-        assert inspect.get_annotations(getattr(jaxmpi, name)) == inspect.get_annotations(stub[name]), name
+        assert inspect.get_annotations(getattr(tokens, name)) == inspect.get_annotations(stub[name]), name
         (token,) = set(expected.parameters) - set(plain.parameters)
         assert token == "token"
         parameters = [p for p in expected.parameters.values() if p.name != token]
-        result = None if expected.return_annotation is jaxmpi.Token else Any
+        result = None if expected.return_annotation is tokens.Token else Any
         assert expected.replace(parameters=parameters, return_annotation=result) == plain, name
 
 
 def test_docstrings():
     """Those with tokens say so in their own places, and those without do not."""
-    for name in notoken.__all__:
-        plain, given = (inspect.getdoc(getattr(module, name)) for module in (notoken, jaxmpi))
-        assert "token" not in plain, name
-        if getattr(notoken, name) is not getattr(jaxmpi, name):
+    for name in jaxmpi.__all__:
+        assert "token" not in inspect.getdoc(getattr(jaxmpi, name)), name
+        if getattr(tokens, name, None) not in (None, getattr(jaxmpi, name)):
+            given = inspect.getdoc(getattr(tokens, name))
             arguments, result = given.partition("Args:\n")[2].split("\n\n")[:2]
             assert arguments.endswith("  token: accepted, returned unchanged, and not needed."), name
             assert result.startswith(("Returns:\n  A token.", "Returns:\n  `(result, token)`: ")), name
@@ -112,7 +109,7 @@ def test_docstrings():
 
 def test_without_docstrings():
     """As of `python -OO`."""
-    program = "import jaxmpi; print(jaxmpi.barrier(), jaxmpi.barrier.__doc__)"
+    program = "from jaxmpi import tokens; print(tokens.barrier(), tokens.barrier.__doc__)"
     done = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("Token() None\n", 0), done.stderr
 

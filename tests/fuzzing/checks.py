@@ -20,7 +20,7 @@ import jaxmpi
 from fuzzing.distributed import Deaf, Distributed, prepare
 from fuzzing.programs import INPUTS, LENGTH, OPERATIONS, divisions, forgets
 from fuzzing.witness import Witness
-from jaxmpi import _core, notoken
+from jaxmpi import _core
 from jaxmpi._jax import jaxprs
 
 BATCH = 2
@@ -283,14 +283,14 @@ class Judge:
         rank, size = self.comm.rank, self.comm.size
         of_rank = [np.arange(LENGTH) + 100.0 * r for r in range(size)]
         x = jnp.asarray(of_rank[rank])
-        pairs = [(notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size), of_rank[rank - 1])]
-        pairs += [(notoken.scan(x, MPI.SUM), sum(of_rank[: rank + 1]))]
+        pairs = [(jaxmpi.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size), of_rank[rank - 1])]
+        pairs += [(jaxmpi.scan(x, MPI.SUM), sum(of_rank[: rank + 1]))]
         for root in range(size):
             stacked = jnp.stack([x] * size) if rank == root else x
-            pairs += [(notoken.bcast(x, root), of_rank[root]), (notoken.scatter(stacked, root), of_rank[root])]
+            pairs += [(jaxmpi.bcast(x, root), of_rank[root]), (jaxmpi.scatter(stacked, root), of_rank[root])]
             here = rank == root
-            pairs += [(notoken.reduce(x, MPI.SUM, root), sum(of_rank) if here else of_rank[rank])]
-            pairs += [(notoken.gather(x, root), np.stack(of_rank) if here else of_rank[rank])]
+            pairs += [(jaxmpi.reduce(x, MPI.SUM, root), sum(of_rank) if here else of_rank[rank])]
+            pairs += [(jaxmpi.gather(x, root), np.stack(of_rank) if here else of_rank[rank])]
         for got, wanted in pairs:
             if not np.array_equal(got, wanted):
                 return "wrong", f"a message was left over: {np.asarray(got).tolist()}, not {wanted.tolist()}"

@@ -14,7 +14,6 @@ from mpi4py import MPI
 import jaxmpi
 from fuzzing import vectors
 from fuzzing.programs import LENGTH, OF_MAPS, RETURNED, TAKING, Call, Comm, Local, Map, Wait
-from jaxmpi import notoken
 
 
 @functools.cache
@@ -156,7 +155,7 @@ class Distributed:
         return jax.tree.map(lambda leaf: vectors.combine_rows(leaf.ravel(), self.size), y)
 
     def _allgather(self, comm, x):
-        return notoken.allgather(x)
+        return jaxmpi.allgather(x)
 
     def _allreduce(self, comm, x):
         return self._or_start(comm)(self._many(comm, x), getattr(MPI, comm.op))
@@ -168,13 +167,13 @@ class Distributed:
         return (self.grid.start if comm.starts else self.grid.exchange)(self._many(comm, x))
 
     def _neighbors(self, comm, x):
-        return notoken.neighbor_alltoall(jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), x), comm=self.ring)
+        return jaxmpi.neighbor_alltoall(jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), x), comm=self.ring)
 
     def _reduce_scatter(self, comm, x):
-        return notoken.reduce_scatter(self._stack(x), getattr(MPI, comm.op))
+        return jaxmpi.reduce_scatter(self._stack(x), getattr(MPI, comm.op))
 
     def _exscan(self, comm, x):
-        return notoken.exscan(x, MPI.SUM)
+        return jaxmpi.exscan(x, MPI.SUM)
 
     # Arrays divided by rows: of counts known while tracing, or at run time, of arrays with rows that do not count.
 
@@ -193,24 +192,24 @@ class Distributed:
         counts = self._counts(comm)
         own = counts[self.rank]
         if comm.ring:
-            return notoken.allgatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts)
-        return notoken.allgatherv(x, jnp.int32(own))[0]
+            return jaxmpi.allgatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts)
+        return jaxmpi.allgatherv(x, jnp.int32(own))[0]
 
     def _alltoallv(self, comm, x):
         sent = [vectors.rows(self.rank + 2 * j, comm.root) for j in range(self.size)]
         x = self._parts(sent, x)
         if comm.ring:
             received = [vectors.rows(i + 2 * self.rank, comm.root) for i in range(self.size)]
-            return notoken.alltoallv(x, sent, received)
+            return jaxmpi.alltoallv(x, sent, received)
         most = self.size * LENGTH
-        return notoken.alltoallv(self._padded(x, most), jnp.asarray(sent), rows=most)[0]
+        return jaxmpi.alltoallv(self._padded(x, most), jnp.asarray(sent), rows=most)[0]
 
     def _gatherv(self, comm, x):
         counts = self._counts(comm)
         own = counts[self.rank]
         if comm.ring:
-            return notoken.gatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts, comm.root)
-        return notoken.gatherv(x, jnp.int32(own), comm.root)[0]
+            return jaxmpi.gatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts, comm.root)
+        return jaxmpi.gatherv(x, jnp.int32(own), comm.root)[0]
 
     def _scatterv(self, comm, x):
         counts = self._counts(comm)
@@ -218,9 +217,9 @@ class Distributed:
         length = LENGTH if not comm.ring else counts[self.rank]
         x = self._parts(counts, x) if root else self._template(comm, x, length=length)
         if comm.ring:
-            return self._padded(notoken.scatterv(x, counts, comm.root), LENGTH)
+            return self._padded(jaxmpi.scatterv(x, counts, comm.root), LENGTH)
         x = self._padded(x, self.size * LENGTH) if root else x
-        return notoken.scatterv(x, jnp.asarray(counts) if root else None, comm.root, rows=LENGTH)[0]
+        return jaxmpi.scatterv(x, jnp.asarray(counts) if root else None, comm.root, rows=LENGTH)[0]
 
     # Rows that have global indices.
 
@@ -267,7 +266,7 @@ class Distributed:
         return self._or_start(comm)(self._many(comm, x), comm.root)
 
     def _gather(self, comm, x):
-        return notoken.gather(x, comm.root)
+        return jaxmpi.gather(x, comm.root)
 
     def _invariant(self, comm, x):
         return jaxmpi.invariant(x)
@@ -283,28 +282,28 @@ class Distributed:
         source, dest, tag = self._at_run_time(comm, source, dest, max(comm.tag, 0))
         dtype = jnp.int32 if comm.root in comm.integer_on else jnp.float64
         if self.rank == comm.root:
-            notoken.send(x, dest, tag=tag)
+            jaxmpi.send(x, dest, tag=tag)
         if self.rank == comm.peer or self.size == 1:
-            return notoken.recv(self._template(comm, x, dtype), source, tag=tag)
+            return jaxmpi.recv(self._template(comm, x, dtype), source, tag=tag)
         return x
 
     def _reduce(self, comm, x):
-        return notoken.reduce(x, getattr(MPI, comm.op), comm.root)
+        return jaxmpi.reduce(x, getattr(MPI, comm.op), comm.root)
 
     def _replicate(self, comm, x):
         return jaxmpi.replicate(x)
 
     def _scan(self, comm, x):
-        return notoken.scan(x, getattr(MPI, comm.op))
+        return jaxmpi.scan(x, getattr(MPI, comm.op))
 
     def _scatter(self, comm, x):
         root = self.rank == comm.root
-        return notoken.scatter(self._stack(x) if root else self._template(comm, x), comm.root)
+        return jaxmpi.scatter(self._stack(x) if root else self._template(comm, x), comm.root)
 
     def _sendrecv(self, comm, x):
         source, dest, template, tag = self._round(comm, x)
         tags = {} if comm.tag < 0 else {"sendtag": tag, "recvtag": tag}
-        return notoken.sendrecv(x, template, source, dest, **tags)
+        return jaxmpi.sendrecv(x, template, source, dest, **tags)
 
     def _round(self, comm, x):
         """Source, destination, template and tag of a message round the ring."""
@@ -336,9 +335,9 @@ class Distributed:
             case [[one]] if flying[0].comm.name == "exchange":
                 results = self.grid.finish(one, after=after)
             case [[one]]:
-                results = notoken.wait(one, after=after)
+                results = jaxmpi.wait(one, after=after)
             case _:
-                results = notoken.waitall(requests, after=after)
+                results = jaxmpi.waitall(requests, after=after)
         results, after = results if after is not None else (results, None)
         results = [[results]] if len(flying) == len(requests[0]) == 1 else results
         return [self._result(its, got) for its, got in zip(flying, results, strict=True)], after
@@ -360,10 +359,10 @@ class Distributed:
         return jax.tree.map(lambda leaf: leaf.take(-1, axis), x) if comm.long else x
 
     def _or_start(self, comm):
-        return getattr(notoken, f"i{comm.name}" if comm.starts else comm.name)
+        return getattr(jaxmpi, f"i{comm.name}" if comm.starts else comm.name)
 
     def _start_barrier(self, comm, x):
-        return [notoken.ibarrier()], x
+        return [jaxmpi.ibarrier()], x
 
     def _start_pair(self, comm, x):
         source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)
@@ -375,25 +374,25 @@ class Distributed:
         blocks = self.rank in comm.blocking_on
         if self.rank == comm.root:
             if blocks:
-                notoken.send(self._many(comm, x), dest, tag=tag)
+                jaxmpi.send(self._many(comm, x), dest, tag=tag)
             else:
-                requests.append(notoken.isend(self._many(comm, x), dest, tag=tag))
+                requests.append(jaxmpi.isend(self._many(comm, x), dest, tag=tag))
         if receives and blocks:
-            received = self._one(comm, notoken.recv(template, source, tag=tag))
+            received = self._one(comm, jaxmpi.recv(template, source, tag=tag))
         elif receives:
-            requests.append(notoken.irecv(template, source, tag=tag))
+            requests.append(jaxmpi.irecv(template, source, tag=tag))
         return requests, None if receives and not blocks else received
 
     def _start_sendrecv(self, comm, x):
         source, dest, template, tag = self._round(comm, x)
         template, x = self._many(comm, template), self._many(comm, x)
         if self.rank in comm.blocking_on:
-            return [], self._one(comm, notoken.sendrecv(x, template, source, dest, sendtag=tag, recvtag=tag))
+            return [], self._one(comm, jaxmpi.sendrecv(x, template, source, dest, sendtag=tag, recvtag=tag))
         if comm.peer % 2:
-            receive = notoken.irecv(template, source, tag=tag)
-            return [notoken.isend(x, dest, tag=tag), receive], None
-        send = notoken.isend(x, dest, tag=tag)
-        return [send, notoken.irecv(template, source, tag=tag)], None
+            receive = jaxmpi.irecv(template, source, tag=tag)
+            return [jaxmpi.isend(x, dest, tag=tag), receive], None
+        send = jaxmpi.isend(x, dest, tag=tag)
+        return [send, jaxmpi.irecv(template, source, tag=tag)], None
 
     # --- structure -------------------------------------------------------------------------------------------------
 

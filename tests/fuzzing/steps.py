@@ -14,7 +14,6 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.table import (
     CASES,
     NEW_JAX,
@@ -41,7 +40,7 @@ WAYS = ["eager", "jit", *LOOPS, *(DERIVATIVES if NEW_JAX else ())]
 CASE = {case.name: case for case in CASES}
 OF_MAPS = {
     "index_exchange": lambda rows, x, op: rows.exchange(x),
-    "index_start": lambda rows, x, op: notoken.wait(rows.start(x)),
+    "index_start": lambda rows, x, op: jaxmpi.wait(rows.start(x)),
     "index_accumulate": lambda rows, x, op: rows.accumulate(x, op),
 }
 """Of a map of rows that have global indices."""
@@ -53,12 +52,12 @@ OF_GRIDS = {
     "exchange_start": lambda grid, x: grid.finish(grid.start(x, axes=(0,))),
 }
 BARRIERS = {
-    "barrier": lambda comm: notoken.barrier(comm=comm),
-    "ibarrier": lambda comm: notoken.wait(notoken.ibarrier(comm=comm)),
+    "barrier": lambda comm: jaxmpi.barrier(comm=comm),
+    "ibarrier": lambda comm: jaxmpi.wait(jaxmpi.ibarrier(comm=comm)),
 }
 REDISTRIBUTIONS = {
     "redistribute": jaxmpi.redistribute,
-    "iredistribute": lambda *args, **more: notoken.wait(jaxmpi.iredistribute(*args, **more)),
+    "iredistribute": lambda *args, **more: jaxmpi.wait(jaxmpi.iredistribute(*args, **more)),
 }
 OPERATIONS = [*CASE, *BARRIERS, *OF_GRIDS, *REDISTRIBUTIONS, *OF_ROWS]
 AT_RUN_TIME = {"sendrecv_traced": exchange_at_run_time, "send_recv_traced": send_recv_at_run_time}

@@ -52,7 +52,7 @@ class Case(Divisions):
         widths = self.widths[::-1] if back else self.widths
         more = {"axes": self.axes, "source_width": widths[0], "target_width": widths[1]}
         if self.starts:
-            return jaxmpi.notoken.wait(jaxmpi.iredistribute(fields, source, target, **more))
+            return jaxmpi.wait(jaxmpi.iredistribute(fields, source, target, **more))
         return jaxmpi.redistribute(fields, source, target, **more)
 
 
@@ -200,7 +200,7 @@ def test_long_messages(comm, rank, size):
         for back, field in zip(jaxmpi.redistribute(turned, columns, rows), fields, strict=True):
             equal(back, np.asarray(field), "and back")
         started = jaxmpi.iredistribute(fields, rows, columns)
-        equal(jaxmpi.notoken.wait(started)[0], whole[columns.slices], "by a start")
+        equal(jaxmpi.wait(started)[0], whole[columns.slices], "by a start")
 
 
 @pytest.mark.usefixtures("own_errors")

@@ -24,12 +24,12 @@ sys.path.insert(0, sys.argv[1])
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
 import jax.numpy as jnp
 import jaxmpi
-from jaxmpi import info, notoken
+from jaxmpi import info
 from jaxmpi_launch import command, mpiexec
 from jaxmpi_launch import accelerators, child
 from mpi4py import MPI
 assert jaxmpi.__file__.startswith(sys.argv[1]), jaxmpi.__file__
-print("sum", notoken.allreduce(jnp.float32(3), MPI.SUM, comm=MPI.COMM_SELF))
+print("sum", jaxmpi.allreduce(jnp.float32(3), MPI.SUM, comm=MPI.COMM_SELF))
 """
 
 

@@ -29,13 +29,13 @@ BEGIN = textwrap.dedent("""
     import os, subprocess, sys, threading, time
     import jax, jax.numpy as jnp
     from mpi4py import MPI
-    from jaxmpi import notoken
+    import jaxmpi
     rank = MPI.COMM_WORLD.rank
     x = jnp.ones(3)
-    add = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+    add = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
     for_ever = jax.jit(lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(jnp.sin(v)), x))
     halved_for_ever = jax.jit(
-        lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(notoken.allreduce(v, MPI.SUM)) / 2, x)
+        lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(jaxmpi.allreduce(v, MPI.SUM)) / 2, x)
     )
     def at_rest(main=threading.main_thread().ident):  # returns when the main thread stays where it is
         place, looks = None, 0
@@ -85,9 +85,9 @@ CAUGHT_BY_NOBODY = {
         body = lambda i, x: jax.pure_callback(fails, x, i, x)
         jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))(x).block_until_ready()
     """,
-    "message too long": "print(jax.jit(lambda x: (notoken.send(jnp.ones(5), 1), notoken.recv(x, 1))[1])(x))",
+    "message too long": "print(jax.jit(lambda x: (jaxmpi.send(jnp.ones(5), 1), jaxmpi.recv(x, 1))[1])(x))",
     "killed": "os.kill(os.getpid(), 9)",
-    "killed in an operation": SOON.format(9) + "notoken.recv(x, 0)",
+    "killed in an operation": SOON.format(9) + "jaxmpi.recv(x, 0)",
     "killed in a compiled loop": SOON.format(9) + "for_ever(x).block_until_ready()",
     "terminated": "os.kill(os.getpid(), 15)",
     "terminated in a compiled loop": SOON.format(15) + "for_ever(x).block_until_ready()",
@@ -211,18 +211,18 @@ def test_each_step_of_the_end(monkeypatch):
 
 IN_A_CHILD = {
     "eager": "add(x)",
-    "eager, not compiled before": "notoken.bcast(x, 0)",
+    "eager, not compiled before": "jaxmpi.bcast(x, 0)",
     "jit": "jitted(x)",
     "jaxmpi.jit": "ordered(x)",
-    "start": "notoken.isend(x, 1 - rank)",
-    "wait": "notoken.wait(received)",
-    "alone": "notoken.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)",
+    "start": "jaxmpi.isend(x, 1 - rank)",
+    "wait": "jaxmpi.wait(received)",
+    "alone": "jaxmpi.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)",
     "grid": "jaxmpi.Grid((size,)).exchange(x)",
     # JAX would wait for ever for the threads of its compiler.
     "grid made before, compiled here": "jaxmpi.jit(lambda x: (grid.exchange(x), x))(x)",
     "start, compiled here": "jax.jit(lambda x: (grid.finish(grid.start(x)), x))(x)",
     "map made before, compiled here": "jaxmpi.jit(lambda x: (mesh.exchange(x), x))(x)",
-    "wait, compiled here": "jaxmpi.jit(lambda x: (jaxmpi.notoken.wait(received), x))(x)",
+    "wait, compiled here": "jaxmpi.jit(lambda x: (jaxmpi.wait(received), x))(x)",
 }
 
 
@@ -231,10 +231,10 @@ def test_operations_in_a_child_of_fork(tmp_path):
     does = f"""
     import jaxmpi
     size = MPI.COMM_WORLD.size
-    jitted, ordered = (way(lambda x: notoken.allreduce(x, MPI.SUM)) for way in (jax.jit, jaxmpi.jit))
+    jitted, ordered = (way(lambda x: jaxmpi.allreduce(x, MPI.SUM)) for way in (jax.jit, jaxmpi.jit))
     for call in (add, jitted, ordered):
         jax.block_until_ready(call(x))
-    received, sent = notoken.irecv(x, 1 - rank), notoken.isend(x + rank, 1 - rank)
+    received, sent = jaxmpi.irecv(x, 1 - rank), jaxmpi.isend(x + rank, 1 - rank)
     grid = jaxmpi.Grid((size,), (size,), periodic=True)
     mesh = jaxmpi.IndexMap(range(rank * x.size, (rank + 1) * x.size), [])
     MPI.COMM_WORLD.Barrier()
@@ -247,7 +247,7 @@ def test_operations_in_a_child_of_fork(tmp_path):
         os._exit(0)
     if rank == 1:
         os.waitpid(child, 0)
-    print("sum", float(add(x)[0]), float(notoken.waitall([received, sent])[0][0]) - rank)
+    print("sum", float(add(x)[0]), float(jaxmpi.waitall([received, sent])[0][0]) - rank)
     """
     program = written(tmp_path, BEGIN, does)
     done = launch(2, program, timeout=SECONDS)
@@ -261,7 +261,7 @@ CALLED_AT = "called at {program}:{line} (again)"
 WAITING = {
     "eager": ("add(x)", ""),
     "eager message": (
-        "notoken.recv(x, 0, tag=7)",
+        "jaxmpi.recv(x, 0, tag=7)",
         "in recv of 3 float32, source 0, tag 7, as rank 1 of 2 on the default",
     ),
     "jit": ("jax.block_until_ready(again(x))", CALLED_AT),
@@ -269,7 +269,7 @@ WAITING = {
     "loop": ("jax.block_until_ready(jax.lax.fori_loop(0, 3, lambda i, x: again(x), x))", "called at {program}:{line}"),
     "derivative": ("f = lambda x: (again(x) ** 3).sum()\nhere(f(x))\nhere(jax.jit(jax.grad(f))(x))", CALLED_AT),
     "thread": ("t = threading.Thread(target=lambda: here(add(x))); t.start(); t.join()", "Python is at {program}"),
-    "named communicator": ("notoken.allreduce(x, MPI.SUM, comm=named)", "as rank 1 of 2 on halo"),
+    "named communicator": ("jaxmpi.allreduce(x, MPI.SUM, comm=named)", "as rank 1 of 2 on halo"),
 }
 """What rank 1 does while rank 0 sleeps, and what is to be told of it besides the operation."""
 
@@ -284,13 +284,13 @@ def test_what_waits_is_reported(way, tmp_path):
         named.Set_name("halo")
         @jax.jit
         def again(x):
-            return notoken.allreduce(x, MPI.SUM)  # this line
+            return jaxmpi.allreduce(x, MPI.SUM)  # this line
         def here(y):
             y.block_until_ready()
     """
     both = "if rank == 0 and 'grad' in sys.argv[1]: again(x).block_until_ready()\nif rank == 0: time.sleep(1000)"
     program = written(tmp_path, BEGIN, functions, both, does)
-    line = 1 + program.read_text().splitlines().index("    return notoken.allreduce(x, MPI.SUM)  # this line")
+    line = 1 + program.read_text().splitlines().index("    return jaxmpi.allreduce(x, MPI.SUM)  # this line")
     limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort"}
     done = launch(2, program, does, check=False, timeout=SECONDS, plain=way == "jit", **limits)
     assert done.returncode != 0
@@ -304,7 +304,7 @@ ELSEWHERE = {
     "late": ("time.sleep(1000)", IN_PYTHON),
     "in a call that keeps the interpreter": ("import ctypes; ctypes.PyDLL(None).sleep(1000)", IN_PYTHON),
     "in another operation, on a name of two lines": (
-        "own = MPI.COMM_SELF.Dup(); own.Set_name('two\\nlines'); notoken.recv(x, 0, comm=own)",
+        "own = MPI.COMM_SELF.Dup(); own.Set_name('two\\nlines'); jaxmpi.recv(x, 0, comm=own)",
         "rank 1: waits in recv of 3 float32, source 0, any tag, on two lines;",
     ),
 }
@@ -446,8 +446,8 @@ INTERRUPTED = {
     "Python": "while True: time.sleep(0.01)",
     "a compiled loop": "jax.block_until_ready(halved_for_ever(x))",
     "an operation": "add(x) if rank == 1 else time.sleep(1000)",
-    "an operation on both": "notoken.recv(x, rank)",
-    "an operation of another thread": "t = threading.Thread(target=lambda: notoken.recv(x, rank)); t.start(); t.join()",
+    "an operation on both": "jaxmpi.recv(x, rank)",
+    "an operation of another thread": "t = threading.Thread(target=lambda: jaxmpi.recv(x, rank)); t.start(); t.join()",
 }
 
 

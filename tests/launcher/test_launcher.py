@@ -362,8 +362,8 @@ BUSY = {
     "for_ever = jax.jit(loop).lower(jnp.ones(3)).compile()\nready()\nfor_ever(jnp.ones(3))[0].block_until_ready()",
     "sleep": "ready()\ntime.sleep(1000)",
     "a call that holds the interpreter": "import ctypes\nready()\nctypes.PyDLL(None).sleep(1000)",
-    "an operation": "import jax.numpy as jnp\nfrom jaxmpi import notoken\nx = jnp.ones(3)\nready()\n"
-    "notoken.recv(x, rank).block_until_ready()",
+    "an operation": "import jax.numpy as jnp\nimport jaxmpi\nx = jnp.ones(3)\nready()\n"
+    "jaxmpi.recv(x, rank).block_until_ready()",
 }
 
 
@@ -386,7 +386,9 @@ def test_launcher_is_killed(within, group, tmp_path, job):
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
-        assert until(lambda: not any(str(program) in line and "child.py" in line for line in processes(job).values()))
+        assert until(
+            lambda: not any(str(program) in line and "jaxmpi_launch.child" in line for line in processes(job).values())
+        )
         if not group:
             errors_page.note(f"the launcher is killed, ranks are in {within}", "", time.monotonic() - begin)
         assert until(lambda: not processes(job)), processes(job)

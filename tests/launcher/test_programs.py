@@ -33,10 +33,10 @@ pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(400)]
 def test_after_finalize(script):
     """Calls after the user's own MPI.Finalize() are errors, not aborts, whatever the way; and an exception is told."""
     program = script("""
-        f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+        f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
         f(jnp.ones(2)).block_until_ready()
         MPI.Finalize()
-        for call in (f, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: notoken.allgather(x, comm=MPI.COMM_WORLD)):
+        for call in (f, lambda x: jaxmpi.allreduce(x, MPI.SUM), lambda x: jaxmpi.allgather(x, comm=MPI.COMM_WORLD)):
             try:
                 call(jnp.ones(2)).block_until_ready()
             except Exception as error:
@@ -57,7 +57,7 @@ def test_nothing_is_lost_at_exit(script):
         def slow(tag):
             def send(x):
                 y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
-                notoken.send(x + 1 + 0 * y[0, 0], 1, tag=tag)
+                jaxmpi.send(x + 1 + 0 * y[0, 0], 1, tag=tag)
                 return x
             return send
         x = jnp.full(100_000, 41.0)
@@ -67,7 +67,7 @@ def test_nothing_is_lost_at_exit(script):
             worker.join()
             jax.jit(slow(2))(x)
         else:
-            print("received", *(notoken.recv(x, 0, tag=tag)[0] for tag in (1, 2)))
+            print("received", *(jaxmpi.recv(x, 0, tag=tag)[0] for tag in (1, 2)))
     """)
     assert "received 42.0 42.0" in launch(2, program, plain=True).stdout
 
@@ -82,8 +82,8 @@ def test_partial_import():
         if world.rank % 2:
             import jax.numpy as jnp
             import jaxmpi._mpi.communicators
-            from jaxmpi import notoken
-            print(f"sum {notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half)};", flush=True)
+            import jaxmpi
+            print(f"sum {jaxmpi.allreduce(jnp.ones(2), MPI.SUM, comm=half)};", flush=True)
         world.Barrier()
     """
     done = launch(4, "-c", textwrap.dedent(program))
@@ -103,7 +103,7 @@ def test_what_is_imported_later():
         assert len(more) < 10, f"an import opens many files besides those of the package: {more}"
         files = [p for p in pathlib.Path(jaxmpi.__file__).parent.iterdir() if p.suffix in ("", ".py")]
         public = {p.stem for p in files if not p.name.startswith(("_", "."))}
-        parts = ("_files", "_grid", "_unstructured", "_replica", *(public - {"notoken"}))
+        parts = ("_files", "_grid", "_unstructured", "_replica", *(public - {"jaxmpi"}))
         assert not [m for m in sys.modules if m.startswith(tuple(f"jaxmpi.{part}" for part in parts))]
         assert set(jaxmpi.__all__) <= set(dir(jaxmpi))
         rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -152,7 +152,7 @@ def test_exception_on_one_rank(script):
     program = script("""
         if rank == 1:
             raise ValueError("only here")
-        notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
+        jaxmpi.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
     """)
     done = launch(2, program, check=False, timeout=60)
     assert done.returncode != 0
@@ -207,7 +207,7 @@ def test_variables_for_other_machines():
 def test_launcher_does_not_use_mpi(options, script):
     """Whatever Python's own options, the launcher is no MPI process."""
     done = launch(0, *options, "jaxmpi.run", "-n", "1", "--dry-run", script(""), MPI4PY_LIBMPI="/none")
-    assert "child.py" in done.stdout
+    assert "jaxmpi_launch.child" in done.stdout
     assert done.stdout.startswith("env ")
     assert "PJRT_NPROC=" in done.stdout or "PJRT_NPROC" in os.environ
 
@@ -223,12 +223,12 @@ FLAVOURS = {
 
 
 def test_flavours(tmp_path):
-    mpiexec = tmp_path / "mpiexec"
-    mpiexec.write_text(f"#!/bin/sh\ncat {tmp_path / 'said'}\n")
-    mpiexec.chmod(0o755)
+    program = tmp_path / "mpiexec"
+    program.write_text(f"#!/bin/sh\ncat {tmp_path / 'said'}\n")
+    program.chmod(0o755)
     for said, kind in FLAVOURS.items():
         (tmp_path / "said").write_text(said)
-        assert mpiexec.flavour(str(mpiexec)) == kind, said
+        assert mpiexec.flavour(str(program)) == kind, said
 
 
 def test_mpiexec_that_cannot_be_started(monkeypatch):
@@ -579,12 +579,12 @@ _MAKE_AND_LOAD = """
     folder, x = pathlib.Path(sys.argv[1]), jnp.arange(3.0) + rank
     split, op = MPI.COMM_WORLD.Split(rank, 0), MPI.Op.Create(lambda a, b, datatype: None, commute=True)
     programs = {
-        "default": lambda x: notoken.allreduce(x, MPI.SUM),
-        "world": lambda x: notoken.allreduce(x, MPI.MAX, comm=MPI.COMM_WORLD),
-        "self": lambda x: notoken.scan(x, MPI.SUM, comm=MPI.COMM_SELF),
-        "split": lambda x: notoken.allreduce(x, MPI.SUM, comm=split),
-        "op": lambda x: notoken.allreduce(x, op),
-        "status": lambda x: notoken.sendrecv(x, x, rank, rank, status=MPI.Status()),
+        "default": lambda x: jaxmpi.allreduce(x, MPI.SUM),
+        "world": lambda x: jaxmpi.allreduce(x, MPI.MAX, comm=MPI.COMM_WORLD),
+        "self": lambda x: jaxmpi.scan(x, MPI.SUM, comm=MPI.COMM_SELF),
+        "split": lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=split),
+        "op": lambda x: jaxmpi.allreduce(x, op),
+        "status": lambda x: jaxmpi.sendrecv(x, x, rank, rank, status=MPI.Status()),
     }
     for name, program in programs.items():
         if sys.argv[2] == "make":
@@ -637,14 +637,14 @@ def test_compilation_cache(script, tmp_path):
         jax.monitoring.register_event_listener(count)
         x, half = jnp.ones(3), MPI.COMM_WORLD.Split(0, 0)
         def on_split():
-            assert notoken.allreduce(x, MPI.SUM, comm=half)[0] == 2
+            assert jaxmpi.allreduce(x, MPI.SUM, comm=half)[0] == 2
         if sys.argv[1] == "second":  # other communicators and reductions come first
             on_split()
-            notoken.scan(x, MPI.Op.Create(lambda a, b, datatype: None))
+            jaxmpi.scan(x, MPI.Op.Create(lambda a, b, datatype: None))
         counts.update(hits=0, misses=0)
-        assert jax.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)(x)[0] == 3
-        assert jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.MAX, comm=MPI.COMM_WORLD) + 1)(x)[0] == 2
-        assert notoken.bcast(x + rank, 1)[0] == 2
+        assert jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM) + 1)(x)[0] == 3
+        assert jaxmpi.jit(lambda x: jaxmpi.allreduce(x, MPI.MAX, comm=MPI.COMM_WORLD) + 1)(x)[0] == 2
+        assert jaxmpi.bcast(x + rank, 1)[0] == 2
         print("default", counts, end=";")
         counts.update(hits=0, misses=0)
         if sys.argv[1] == "first":

@@ -119,7 +119,7 @@ def test_switch(tmp_path):
         command.parse(["-n", "2", "--devices", "some", str(program)])
     for options, shown in [([], "--devices rank"), (["--devices", "all"], "--devices all")]:
         done = launch(2, *options, "--dry-run", program)
-        assert f"child.py {shown} {program}" in done.stdout
+        assert f"jaxmpi_launch.child {shown} {program}" in done.stdout
 
 
 @pytest.fixture

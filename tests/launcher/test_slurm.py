@@ -41,7 +41,7 @@ BUSY = """
 import ctypes, os, socket, sys, time
 import jax.numpy as jnp
 from mpi4py import MPI
-from jaxmpi import notoken
+import jaxmpi
 rank, fault = MPI.COMM_WORLD.rank, sys.argv[1:]
 for i in range(100000):
     if i == 10: print("rank", rank, "on", socket.gethostname(), flush=True)
@@ -49,7 +49,7 @@ for i in range(100000):
         if fault == ["exception"]: raise KeyError("this")
         if fault == ["exit"]: sys.exit(3)
         ctypes.string_at(0)
-    notoken.allreduce(jnp.ones(10), MPI.SUM).block_until_ready()
+    jaxmpi.allreduce(jnp.ones(10), MPI.SUM).block_until_ready()
     time.sleep(0.02)
 """
 

@@ -29,7 +29,6 @@ BEGIN = """
     import ctypes, os, signal, sys, time
     import jax, jax.numpy as jnp, numpy as np
     import jaxmpi
-    from jaxmpi import notoken
     from mpi4py import MPI
     WORLD = MPI.COMM_WORLD
     rank, size = WORLD.rank, WORLD.size
@@ -82,10 +81,10 @@ def test_spares_without_survive():
 
 
 FAILING = {
-    "eager": ("notoken.allreduce(x, MPI.SUM)", "allreduce"),
+    "eager": ("jaxmpi.allreduce(x, MPI.SUM)", "allreduce"),
     "jaxmpi.jit": ("jaxmpi.jit(add)(x)", "allreduce"),
     "jax.jit": ("jaxmpi.survive()(jax.jit(add))(x)", "allreduce"),
-    "wait": ("notoken.wait(notoken.iallreduce(x, MPI.SUM))", "iallreduce"),
+    "wait": ("jaxmpi.wait(jaxmpi.iallreduce(x, MPI.SUM))", "iallreduce"),
     "exchange": ("grid.exchange(jnp.ones(5))", "Grid.exchange"),
     "IndexMap": ("jaxmpi.IndexMap(3 * rank + np.arange(3), [], comm=comm)", "IndexMap"),
     "IndexMap.from_csr": ("jaxmpi.IndexMap.from_csr([0, 1], [rank], comm=comm)", "IndexMap.from_csr"),
@@ -108,7 +107,7 @@ def test_error_and_recovery(call, tmp_path):
         pytest.importorskip("zarr")
     program = """
         from jaxmpi import io
-        def add(x): return notoken.allreduce(x, MPI.SUM)
+        def add(x): return jaxmpi.allreduce(x, MPI.SUM)
         comm, grid = jaxmpi.get_default(), jaxmpi.Grid((size,), (3 * size,), periodic=True)
         if operation.startswith("io."):
             io.checkpoint(folder, {"n": 0})
@@ -120,14 +119,14 @@ def test_error_and_recovery(call, tmp_path):
         if rank == 1: die()
         try:
             if rank == 0: call()
-            else: notoken.recv(x, 0, comm=comm)
+            else: jaxmpi.recv(x, 0, comm=comm)
             told("nothing raised")
         except jaxmpi.ProcessFailed as error:
             assert isinstance(error, jax.errors.JaxRuntimeError)
             told("failed in", error.operation, set(error.ranks) <= {1}, error.comm == comm)
             old = error.comm
         comm = jaxmpi.recover()
-        told("sum", notoken.allreduce(x, MPI.SUM)[0], jaxmpi.lost(old, comm))
+        told("sum", jaxmpi.allreduce(x, MPI.SUM)[0], jaxmpi.lost(old, comm))
     """
     setting = f"folder, operation, call = {str(tmp_path / 'states')!r}, {operation!r}, lambda: {text}"
     done = survive(tmp_path, 3, setting, program)
@@ -157,7 +156,7 @@ def test_each_end_of_a_rank(how, tmp_path):
         try:
             for i in range(1000):
                 if i == 10 and rank == 0: {how}
-                notoken.allreduce(x, MPI.SUM).block_until_ready()
+                jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
         except jaxmpi.ProcessFailed as error:
             told("left", jaxmpi.recover().size)
     """
@@ -177,11 +176,11 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
         grid.exchange(jnp.ones(5)).block_until_ready()
         replica = jaxmpi.Replica({"u": x}, grid=grid)
         points = jaxmpi.IndexMap(3 * rank + np.arange(3), [], comm=old)
-        inner = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))  # traced once, within others too
+        inner = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))  # traced once, within others too
         outer = jaxmpi.jit(lambda x: inner(x) + jax.lax.fori_loop(0, 2, lambda _, y: inner(x), x))
         assert float(outer(x)[0]) == 6
-        request = notoken.irecv(x, (rank + 1) % 3, tag=9, comm=old)
-        sum_of_all = notoken.iallreduce(x, MPI.SUM, comm=old)
+        request = jaxmpi.irecv(x, (rank + 1) % 3, tag=9, comm=old)
+        sum_of_all = jaxmpi.iallreduce(x, MPI.SUM, comm=old)
         all_have_come()
         if rank == 2: die()
         def fails(call):
@@ -189,14 +188,14 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
             except jaxmpi.ProcessFailed as error: return f"another death, for which a loop would recover: {error}"
             except (RuntimeError, ValueError) as error: return str(error)
             return "nothing"
-        fails(lambda: [notoken.barrier(comm=old) for _ in range(1000)])
-        fails(lambda: [notoken.allreduce(x, MPI.SUM).block_until_ready() for _ in range(1000)])
+        fails(lambda: [jaxmpi.barrier(comm=old) for _ in range(1000)])
+        fails(lambda: [jaxmpi.allreduce(x, MPI.SUM).block_until_ready() for _ in range(1000)])
         comm, new = jaxmpi.recover(old, None)
         assert comm.size == new.size == 2
         again, nine = (jaxmpi.Grid((2,), (n,), periodic=True, comm=comm) for n in (6, 9))
         for text, call in [
-            ("given up by jaxmpi.recover", lambda: notoken.wait(request)),
-            ("comm has been given up", lambda: notoken.allreduce(x, MPI.SUM, comm=old)),
+            ("given up by jaxmpi.recover", lambda: jaxmpi.wait(request)),
+            ("comm has been given up", lambda: jaxmpi.allreduce(x, MPI.SUM, comm=old)),
             ("Make the grid again", lambda: grid.exchange(jnp.ones(5))),
             ("given up by jaxmpi.recover", lambda: replica.save({"u": x})),
             ("given up by jaxmpi.recover", lambda: replica.restore(grid)),
@@ -230,13 +229,13 @@ def test_agreed_or_recovered(spare, tmp_path):
     leaves a block by an exception of its own, no other waits for it."""
     program = """
         jaxmpi.get_default()
-        agreed = jaxmpi.survive(uniform=True)(lambda x: notoken.allreduce(x, MPI.SUM))
+        agreed = jaxmpi.survive(uniform=True)(lambda x: jaxmpi.allreduce(x, MPI.SUM))
         if rank < 4: assert float(agreed(x)[0]) == 4  # not a spare one, which has stepped in
         if rank == 3: die()
         time.sleep(0.3 * rank)
         try:
             if rank == 0:
-                for _ in range(1000): notoken.allreduce(x, MPI.SUM).block_until_ready()
+                for _ in range(1000): jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
             if rank == 1:
                 with jaxmpi.survive(uniform=True): pass
             if rank == 2:
@@ -247,7 +246,7 @@ def test_agreed_or_recovered(spare, tmp_path):
         try:
             with jaxmpi.survive(uniform=True):
                 if rank == 1: raise KeyError("mine")
-                notoken.barrier()
+                jaxmpi.barrier()
         except (jaxmpi.ProcessFailed, KeyError) as error:
             told("then", type(error).__name__, jaxmpi.recover().size)
     """
@@ -287,8 +286,8 @@ def test_spares(deaths, tmp_path):
         while members is None or at < len(rounds):
             try:
                 with jaxmpi.survive(uniform=True):
-                    at = int(notoken.allreduce(jnp.int32(at), MPI.MAX))
-                    members = np.asarray(notoken.allgather(jnp.int32(rank))).tolist()
+                    at = int(jaxmpi.allreduce(jnp.int32(at), MPI.MAX))
+                    members = np.asarray(jaxmpi.allgather(jnp.int32(rank))).tolist()
                     assert members[comm.rank] == rank
                 if at < len(rounds):
                     waiting = [r for r in rounds[at] if r not in members]  # they die meanwhile
@@ -298,10 +297,10 @@ def test_spares(deaths, tmp_path):
                     at += 1
                     if waiting == rounds[at - 1]: time.sleep(3)
                     else:
-                        for _ in range(100000): notoken.allreduce(x, MPI.SUM).block_until_ready()
+                        for _ in range(100000): jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
             except jaxmpi.ProcessFailed:
                 comm, members = jaxmpi.recover(), None
-        told("of", members, "of", np.asarray(notoken.allgather(jnp.int32(rank))).tolist())
+        told("of", members, "of", np.asarray(jaxmpi.allgather(jnp.int32(rank))).tolist())
     """
     setting = f"rounds, size = {rounds}, {ranks}\nif rank in {ends}: sys.exit()"
     done = survive(tmp_path, ranks, setting, program, spare=spare)
@@ -326,14 +325,14 @@ def test_first_save_is_interrupted(tmp_path):
             try:
                 with jaxmpi.survive(uniform=True):
                     restored = replica.restore(grid)
-                members = np.asarray(notoken.allgather(jnp.int32(rank))).tolist()
+                members = np.asarray(jaxmpi.allgather(jnp.int32(rank))).tolist()
                 told("restored", restored if restored is None else np.asarray(restored).tolist(), "by", members)
                 if restored is not None: break
                 with jaxmpi.survive(uniform=True):
                     value = comm.bcast(rank, 1)
                     for _ in range(2): replica.save(value * x[:2])
                 if rank == 2: die()
-                for _ in range(100000): notoken.allreduce(x, MPI.SUM).block_until_ready()
+                for _ in range(100000): jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
             except jaxmpi.ProcessFailed:
                 comm = jaxmpi.recover()
                 grid = jaxmpi.Grid((0,), (6,))
@@ -397,7 +396,7 @@ JOBS = {
     # The program has ended: no other rank hears of it, but the launcher.
     "a death in an exit handler": (
         (2, 0, 77),
-        "import atexit\nif rank == 0: atexit.register(die)\nnotoken.barrier()",
+        "import atexit\nif rank == 0: atexit.register(die)\njaxmpi.barrier()",
         {"rank 0 of 2 was lost, and the others ended without an error. The status is 77": 1},
     ),
     "a death after the last operation": (
@@ -493,7 +492,7 @@ def test_command():
     for more in ((), ("--mpiexec-args=--map-by node",)):
         done = launch(2, "--survive", "--dry-run", *more, "-c", "pass")
         assert "--with-ft ulfm" in done.stdout
-        assert "child.py --survive" in done.stdout
+        assert "jaxmpi_launch.child --survive" in done.stdout
     done = launch(2, "--survive", "--spare", "3", "--dry-run", "-c", "pass")
     assert "JAXMPI_SPARES=3" in done.stdout
     assert "OMPI_MCA_opal_signal= " in done.stdout  # a rank that crashes dies
@@ -533,15 +532,15 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
     program = """
         jaxmpi.get_default()
         if rank < 3:
-            notoken.allreduce(x, MPI.SUM).block_until_ready()
+            jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
             jaxmpi.get_default().Agree(1)
         if rank == 2: raise KeyError("this")
         try:
-            while rank < 3: notoken.allreduce(x, MPI.SUM).block_until_ready()
+            while rank < 3: jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
         except jaxmpi.ProcessFailed as error:
             comm = jaxmpi.recover()
             told("failed in", error.operation, set(error.ranks) <= {2}, jaxmpi.lost(error.comm, comm))
-        for _ in range(5): told("sum", float(notoken.allreduce(x, MPI.SUM)[0]))
+        for _ in range(5): told("sum", float(jaxmpi.allreduce(x, MPI.SUM)[0]))
     """
     done = survive(tmp_path, 3, program, spare=spare, JAXMPI_CHECK="1")
     left = 2 + spare
@@ -596,8 +595,8 @@ def test_wrong_arguments(tmp_path):
                 told("nothing raised:", text)
             except kind as error:
                 assert text in str(error), error
-        told("sum", notoken.allreduce(x, MPI.SUM)[0])
-        told("sum", notoken.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)[0])
+        told("sum", jaxmpi.allreduce(x, MPI.SUM)[0])
+        told("sum", jaxmpi.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)[0])
     """
     done = survive(tmp_path, 2, program, spare=1)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
@@ -609,7 +608,7 @@ def test_wrong_arguments(tmp_path):
 
 
 @at_night
-@pytest.mark.parametrize(("then", "uniform"), [("notoken.allreduce(x, MPI.SUM)", False), ("step(x)", True)])
+@pytest.mark.parametrize(("then", "uniform"), [("jaxmpi.allreduce(x, MPI.SUM)", False), ("step(x)", True)])
 def test_arrays_that_are_lost(then, uniform, tmp_path):
     """A computation fails after its call has returned, and a later call only warns of it: the end of the block raises.
     Its result is then an error that is no ProcessFailed, or a program would recover for ever; and no other rank waits
@@ -617,7 +616,7 @@ def test_arrays_that_are_lost(then, uniform, tmp_path):
     program = f"""
         def slow(x):
             y = jax.lax.fori_loop(0, 8, lambda _, a: jnp.tanh(a @ a), jnp.eye(400) + x[0] * 0)
-            return notoken.allreduce(x + y[0, 0] * 0, MPI.SUM)
+            return jaxmpi.allreduce(x + y[0, 0] * 0, MPI.SUM)
         step = jax.jit(slow)  # returns before it is done
         step(x).block_until_ready()
         all_have_come()
@@ -651,11 +650,11 @@ def test_arrays_that_are_lost(then, uniform, tmp_path):
 def test_recover_is_reported(tmp_path):
     """It waits for a rank that has ended, or does not come, and the table says of each rank what it does."""
     program = """
-        notoken.barrier()
+        jaxmpi.barrier()
         all_have_come()
         if rank == 1: sys.exit(0)
         if rank == 2: die()
-        try: notoken.barrier()
+        try: jaxmpi.barrier()
         except jaxmpi.ProcessFailed: pass
         if rank == 3: time.sleep(12); sys.exit(5)
         jaxmpi.recover()

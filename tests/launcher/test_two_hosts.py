@@ -23,11 +23,11 @@ IMPORTS = """
 import os, socket, sys, time
 import jax.numpy as jnp
 from mpi4py import MPI
-from jaxmpi import notoken
+import jaxmpi
 rank, x = MPI.COMM_WORLD.rank, jnp.ones(50000)
 """
 BEGIN = f"""{IMPORTS}
-print("rank", rank, "on", socket.gethostname(), "sum", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
+print("rank", rank, "on", socket.gethostname(), "sum", float(jaxmpi.allreduce(x, MPI.SUM)[-1]), flush=True)
 MPI.COMM_WORLD.Barrier()
 """
 OF_OTHERS = "are on other machines, or have not begun: their own reports tell what they wait for"
@@ -101,7 +101,7 @@ def test_sharded_program(job, collectives):
 
 @pytest.mark.parametrize("fails", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_exception_ends_the_job_on_both(job, fails):
-    done = job(f"if rank == {fails}: raise KeyError('this')\nnotoken.allreduce(x, MPI.SUM)\nprint('not reached')")
+    done = job(f"if rank == {fails}: raise KeyError('this')\njaxmpi.allreduce(x, MPI.SUM)\nprint('not reached')")
     assert done.returncode != 0
     assert f"uncaught exception on rank {fails}" in done.stderr
     assert "KeyError: 'this'" in done.stderr
@@ -130,7 +130,7 @@ def test_others_survive(deaths, job):
         total = None
         while total != {left}:
             try:
-                total = float(notoken.allreduce(x, MPI.SUM)[-1])
+                total = float(jaxmpi.allreduce(x, MPI.SUM)[-1])
             except jaxmpi.ProcessFailed:
                 jaxmpi.recover()
         print("rank", rank, "then", total, flush=True)
@@ -150,10 +150,10 @@ def test_spare_of_the_other_host(job):
         comm = jaxmpi.get_default()
         if rank == 0: os.kill(os.getpid(), 9)
         try:
-            while rank < 3: notoken.allreduce(x, MPI.SUM).block_until_ready()
+            while rank < 3: jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
         except jaxmpi.ProcessFailed:
             comm = jaxmpi.recover()
-        print("rank", rank, "is", comm.rank, "of", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
+        print("rank", rank, "is", comm.rank, "of", float(jaxmpi.allreduce(x, MPI.SUM)[-1]), flush=True)
     """
     done = job(program, "--survive", "--spare", "1", ranks=3, begin=IMPORTS)
     for line in ("rank 1 is 1 of 3.0", "rank 2 is 2 of 3.0", "rank 3 is 0 of 3.0"):
@@ -167,7 +167,7 @@ def test_spare_of_the_other_host(job):
 )
 def test_what_waits_is_reported(job, late, options):
     """In the launcher's table or by the ranks of the second host; whether options of mpiexec name it, or variables."""
-    done = job(f"if rank == {late}: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+    done = job(f"if rank == {late}: time.sleep(1000)\njaxmpi.allreduce(x, MPI.SUM).block_until_ready()",
                options=options, JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
     assert done.returncode != 0
     assert "s in allreduce of 50000 float32, op SUM, as rank" in done.stderr
@@ -195,7 +195,7 @@ def test_hosts_that_see_one_folder(job, hosts, tmp_path):
     subprocess.run([*hosts.enter(NAMES[1]), "mount", "--bind", tmp_path / "boot_id", known], check=True)
     try:
         done = job("print(rank, 'in', folder, flush=True)\n"
-                   "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+                   "if rank == 1: time.sleep(1000)\njaxmpi.allreduce(x, MPI.SUM).block_until_ready()",
                    begin=f"import os\nfolder = os.environ.get('JAXMPI_JOB_FOLDER')\n{BEGIN}",
                    TMPDIR=str(shared), JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
     finally:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import notoken
+import jaxmpi
 from jaxmpi._mpi import devices
 from jaxmpi._mpi.settings import Settings
 from support import simulated
@@ -181,25 +181,25 @@ def test_chunks(count, own, rank, size):
     xs = [np.random.default_rng([count, r]).integers(0, 9, count).astype(np.float64) for r in range(size)]
     x = jnp.asarray(xs[rank])
     for root in range(size):
-        np.testing.assert_array_equal(notoken.bcast(x, root, comm=comm), xs[root])
+        np.testing.assert_array_equal(jaxmpi.bcast(x, root, comm=comm), xs[root])
         expected = sum(xs) if rank == root else xs[rank]
-        np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, root, comm=comm), expected)
+        np.testing.assert_array_equal(jaxmpi.reduce(x, MPI.SUM, root, comm=comm), expected)
         gathered = np.stack(xs) if rank == root else xs[rank]
-        np.testing.assert_array_equal(notoken.gather(x, root, comm=comm), gathered)
+        np.testing.assert_array_equal(jaxmpi.gather(x, root, comm=comm), gathered)
         parts = np.arange(size * count).reshape(size, count) + root
-        part = notoken.scatter(jnp.asarray(parts if rank == root else parts[0]), root, comm=comm)
+        part = jaxmpi.scatter(jnp.asarray(parts if rank == root else parts[0]), root, comm=comm)
         np.testing.assert_array_equal(part, parts[rank])
     y = sum(xs)
-    np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM, comm=comm), y)
-    np.testing.assert_array_equal(notoken.scan(x, MPI.SUM, comm=comm), sum(xs[: rank + 1]))
-    np.testing.assert_array_equal(notoken.allgather(x, comm=comm), np.stack(xs))
+    np.testing.assert_array_equal(jaxmpi.allreduce(x, MPI.SUM, comm=comm), y)
+    np.testing.assert_array_equal(jaxmpi.scan(x, MPI.SUM, comm=comm), sum(xs[: rank + 1]))
+    np.testing.assert_array_equal(jaxmpi.allgather(x, comm=comm), np.stack(xs))
     sent = jnp.stack([x * (r + 1) for r in range(size)])
-    np.testing.assert_array_equal(notoken.alltoall(sent, comm=comm), np.stack(xs) * (rank + 1))
+    np.testing.assert_array_equal(jaxmpi.alltoall(sent, comm=comm), np.stack(xs) * (rank + 1))
     halves = [z.astype(jnp.bfloat16) for z in xs]
     np.testing.assert_array_equal(
-        notoken.allreduce(jnp.asarray(halves[rank]), MPI.MAX, comm=comm), np.max(halves, axis=0)
+        jaxmpi.allreduce(jnp.asarray(halves[rank]), MPI.MAX, comm=comm), np.max(halves, axis=0)
     )
-    loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: notoken.allreduce(w, MPI.SUM, comm=comm) / size, v))
+    loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: jaxmpi.allreduce(w, MPI.SUM, comm=comm) / size, v))
     np.testing.assert_allclose(loop(x), y / size, rtol=1e-12)
 
 
@@ -211,7 +211,7 @@ def program(tmp_path, *texts):
         from support import simulated
         simulated.begin()
         import jax, jax.numpy as jnp, jaxmpi
-        from jaxmpi import _core, notoken
+        from jaxmpi import _core
         from mpi4py import MPI
         rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         device = simulated.Device(deferring=True)
@@ -228,9 +228,9 @@ leaves = pytest.mark.skipif(not simulated.LEAVES, reason="its errors are the ope
 TOO_LONG = """
     def exchange():
         if rank == 0:
-            notoken.send(x, 1)
+            jaxmpi.send(x, 1)
         else:
-            return notoken.recv(x[:2], 0)
+            return jaxmpi.recv(x[:2], 0)
 """
 
 
@@ -241,7 +241,7 @@ def test_the_next_operation_says(tmp_path, kind):
     """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
     more = f"""
     result = exchange()
-    f = lambda v: notoken.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
+    f = lambda v: jaxmpi.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
     f = {{"jaxmpi.jit": jaxmpi.jit, "jax.jit": jax.jit, "eager": lambda f: f}}[{kind!r}](f)
     said = ""
     try:
@@ -294,7 +294,7 @@ def test_report():
 @on_device
 def test_lowering(comm):
     """What is lowered for a GPU calls the same target; without a driver, or for another platform, it is refused."""
-    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
+    f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=comm))
     assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
     assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("rocm",)).as_text()
     with pytest.raises(NotImplementedError, match="allreduce: arrays on tpu cannot be communicated"):
@@ -303,7 +303,7 @@ def test_lowering(comm):
 
 @pytest.mark.skipif(bool(simulated.TRANSPORT), reason="there is a driver")
 def test_lowering_without_driver(comm):
-    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
+    f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=comm))
     if devices.count("CUDA") == 0:
         with pytest.raises(NotImplementedError, match=r"libcuda\.so\.1.*JAX_PLATFORMS=cpu"):
             f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",))

@@ -10,7 +10,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.table import CASES
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU: make test-gpu")
@@ -48,12 +47,12 @@ def test_different_memory(odd, size, rank):
     x = jax.device_put(xs[rank], device)
     left, right = (rank - 1) % size, (rank + 1) % size
     for _ in range(2):
-        np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM), sum(xs))
-        np.testing.assert_array_equal(notoken.bcast(x, odd), xs[odd])
-        np.testing.assert_array_equal(notoken.scan(x, MPI.MAX), np.max(xs[: rank + 1], axis=0))
-        np.testing.assert_array_equal(notoken.sendrecv(x, x, left, right), xs[left])
-        np.testing.assert_array_equal(notoken.allgather(x), np.stack(xs))
-    assert notoken.allreduce(x, MPI.SUM).devices() == {device}
+        np.testing.assert_array_equal(jaxmpi.allreduce(x, MPI.SUM), sum(xs))
+        np.testing.assert_array_equal(jaxmpi.bcast(x, odd), xs[odd])
+        np.testing.assert_array_equal(jaxmpi.scan(x, MPI.MAX), np.max(xs[: rank + 1], axis=0))
+        np.testing.assert_array_equal(jaxmpi.sendrecv(x, x, left, right), xs[left])
+        np.testing.assert_array_equal(jaxmpi.allgather(x), np.stack(xs))
+    assert jaxmpi.allreduce(x, MPI.SUM).devices() == {device}
 
 
 def test_order_with_kernels(comm, size, rank):
@@ -63,8 +62,8 @@ def test_order_with_kernels(comm, size, rank):
     def steps(x):
         def step(i, x):
             y = jnp.sin(x) + i
-            y = notoken.sendrecv(y, y, (rank - 1) % size, (rank + 1) % size, comm=comm)
-            return y * 0.5 + notoken.allreduce(y, MPI.SUM, comm=comm) / size
+            y = jaxmpi.sendrecv(y, y, (rank - 1) % size, (rank + 1) % size, comm=comm)
+            return y * 0.5 + jaxmpi.allreduce(y, MPI.SUM, comm=comm) / size
 
         return jax.lax.fori_loop(0, 20, step, x)
 

@@ -56,7 +56,6 @@ import ctypes, os, sys, threading, time, warnings
 import jax, jax.numpy as jnp
 from mpi4py import MPI
 import jaxmpi
-from jaxmpi import notoken
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
@@ -67,41 +66,41 @@ here = jax.block_until_ready
 inject = lambda rules: ctypes.CDLL(os.environ["LD_PRELOAD"]).inject(rules.encode())
 
 def barrier(x):
-    notoken.barrier()
+    jaxmpi.barrier()
     return x
 
 def to_itself(x):
-    notoken.send(x, rank, tag=5)
-    return notoken.recv(x, rank, tag=5)
+    jaxmpi.send(x, rank, tag=5)
+    return jaxmpi.recv(x, rank, tag=5)
 
 def long_exchange(grid, x):
     return grid.exchange(jnp.broadcast_to(x, (20_000, 3)))[7]
 
 calls = {
-    "allgather": lambda x: notoken.allgather(x).mean(0),
-    "allgatherv": lambda x: notoken.allgatherv(x, [3] * size).reshape(size, 3).mean(0),
-    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM) / size,
-    "alltoall": lambda x: notoken.alltoall(table(x)).mean(0),
-    "alltoallv": lambda x: notoken.alltoallv(table(x).reshape(-1), [3] * size, [3] * size).reshape(size, 3).mean(0),
+    "allgather": lambda x: jaxmpi.allgather(x).mean(0),
+    "allgatherv": lambda x: jaxmpi.allgatherv(x, [3] * size).reshape(size, 3).mean(0),
+    "allreduce": lambda x: jaxmpi.allreduce(x, MPI.SUM) / size,
+    "alltoall": lambda x: jaxmpi.alltoall(table(x)).mean(0),
+    "alltoallv": lambda x: jaxmpi.alltoallv(table(x).reshape(-1), [3] * size, [3] * size).reshape(size, 3).mean(0),
     "barrier": barrier,
-    "bcast": lambda x: notoken.bcast(x, size - 1),
+    "bcast": lambda x: jaxmpi.bcast(x, size - 1),
     "exchange": lambda x: grid.exchange(x),
     "long exchange": lambda x: long_exchange(grid, x),
-    "gather": lambda x: x + notoken.gather(x, 0).sum() / 100,
-    "exscan": lambda x: notoken.exscan(x, MPI.SUM) + 1,
-    "iallreduce": lambda x: notoken.wait(notoken.iallreduce(x, MPI.SUM)) / size,
-    "ialltoall": lambda x: notoken.wait(notoken.ialltoall(table(x))).mean(0),
-    "ibarrier": lambda x: notoken.wait(notoken.ibarrier(), after=x)[1],
-    "ibcast": lambda x: notoken.wait(notoken.ibcast(x, size - 1)),
-    "gatherv": lambda x: x + notoken.gatherv(x, [3] * size, 0).sum() / 100,
-    "reduce_scatter": lambda x: notoken.reduce_scatter(table(x), MPI.SUM) / size,
-    "reduce_scatterv": lambda x: notoken.reduce_scatter(table(x).reshape(-1), MPI.SUM, [3] * size) / size,
-    "scatterv": lambda x: notoken.scatterv(table(x).reshape(-1) if rank == 0 else x, [3] * size, 0),
-    "reduce": lambda x: notoken.reduce(x, MPI.SUM, 0) / 2,
-    "scan": lambda x: notoken.scan(x, MPI.SUM) / size,
-    "scatter": lambda x: notoken.scatter(table(x) if rank == 0 else x, 0),
+    "gather": lambda x: x + jaxmpi.gather(x, 0).sum() / 100,
+    "exscan": lambda x: jaxmpi.exscan(x, MPI.SUM) + 1,
+    "iallreduce": lambda x: jaxmpi.wait(jaxmpi.iallreduce(x, MPI.SUM)) / size,
+    "ialltoall": lambda x: jaxmpi.wait(jaxmpi.ialltoall(table(x))).mean(0),
+    "ibarrier": lambda x: jaxmpi.wait(jaxmpi.ibarrier(), after=x)[1],
+    "ibcast": lambda x: jaxmpi.wait(jaxmpi.ibcast(x, size - 1)),
+    "gatherv": lambda x: x + jaxmpi.gatherv(x, [3] * size, 0).sum() / 100,
+    "reduce_scatter": lambda x: jaxmpi.reduce_scatter(table(x), MPI.SUM) / size,
+    "reduce_scatterv": lambda x: jaxmpi.reduce_scatter(table(x).reshape(-1), MPI.SUM, [3] * size) / size,
+    "scatterv": lambda x: jaxmpi.scatterv(table(x).reshape(-1) if rank == 0 else x, [3] * size, 0),
+    "reduce": lambda x: jaxmpi.reduce(x, MPI.SUM, 0) / 2,
+    "scan": lambda x: jaxmpi.scan(x, MPI.SUM) / size,
+    "scatter": lambda x: jaxmpi.scatter(table(x) if rank == 0 else x, 0),
     "send": to_itself,
-    "sendrecv": lambda x: notoken.sendrecv(x, x, (rank + 1) % size, (rank - 1) % size),
+    "sendrecv": lambda x: jaxmpi.sendrecv(x, x, (rank + 1) % size, (rank - 1) % size),
 }
 ways = {
     "eager": lambda f: f,
@@ -170,8 +169,8 @@ def test_caught(fault, library, tmp_path):
                 f = lambda x, tag=1000 * len(way) + tag, again=again: (
                     again.exchange(x) if name == "exchange"
                     else long_exchange(again, x) if name == "long exchange"
-                    else notoken.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag) if name == "sendrecv"
-                    else (notoken.send(x, rank, tag=tag), notoken.recv(x, rank, tag=tag))[1]
+                    else jaxmpi.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag) if name == "sendrecv"
+                    else (jaxmpi.send(x, rank, tag=tag), jaxmpi.recv(x, rank, tag=tag))[1]
                 )
             else:
                 f = calls[name]
@@ -187,7 +186,7 @@ def test_caught(fault, library, tmp_path):
             comm.Barrier()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # of the computation that failed
-                assert jnp.all(notoken.allreduce(x * rank, MPI.SUM) == x * (size * (size - 1) // 2))
+                assert jnp.all(jaxmpi.allreduce(x * rank, MPI.SUM) == x * (size * (size - 1) // 2))
             assert jnp.all(jaxmpi.jit(calls["allreduce"])(x) == x)
     inject("MPI_Allreduce:1:fail={CODE} MPI_Error_string:1:fail={CODE}")
     try:
@@ -206,7 +205,7 @@ def test_caught(fault, library, tmp_path):
 
 WAIT = """
 if rank != 1:
-    jax.block_until_ready(notoken.recv(x, 1, tag=99))
+    jax.block_until_ready(jaxmpi.recv(x, 1, tag=99))
 print("not reached")
 """
 
@@ -276,7 +275,7 @@ def test_late(call, library, tmp_path):
     os.dup2(log.fileno(), 2)
     inject("{call}:delay=2@1")
     assert jnp.all({does} == {result})
-    assert jnp.all(notoken.allreduce(x, MPI.SUM) == size * x)
+    assert jnp.all(jaxmpi.allreduce(x, MPI.SUM) == size * x)
     while rank == 1 and "is done" not in open(log.name).read(): time.sleep(0.05)
     print("right", flush=True)
     """

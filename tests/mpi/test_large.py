@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import _core, notoken
+import jaxmpi
+from jaxmpi import _core
 from jaxmpi._mpi import communicators
 from support.rows import each, rows
 from support.table import CASES, draw, dtype_of
@@ -57,7 +58,7 @@ def test_pieces(dtype, piece, comm, rank, size):
     kind = dtype_of(dtype)
     piece(max(16, 8 * kind.itemsize))
     for donated in ((), (0,)):
-        call = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM), donate_argnums=donated)
+        call = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM), donate_argnums=donated)
         for count in (0, 8, 9, 31, 1000):
             xs = [draw((count,), kind, r) for r in range(size)]
             expected = np.sum(np.stack(xs), axis=0, dtype=kind)

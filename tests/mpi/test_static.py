@@ -12,7 +12,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -28,7 +27,7 @@ def test_static_argument(jit, comm, rank, size):
     @functools.partial(jit, static_argnames=("comm", "op"))
     def total(x, comm, op):
         traced.append(comm.size)
-        return notoken.allreduce(x, op, comm=comm)
+        return jaxmpi.allreduce(x, op, comm=comm)
 
     half = comm.Split(rank % 2)
     highest = max(range(rank % 2, size, 2))
@@ -51,7 +50,7 @@ def test_any_other_argument(comm, size):
     def total(x, state):
         def step(carry, _):
             comm, x = carry
-            return (comm, notoken.allreduce(x, state["op"], comm=comm)), None
+            return (comm, jaxmpi.allreduce(x, state["op"], comm=comm)), None
 
         return jax.lax.scan(step, (state["comm"], x), length=2)[0]
 
@@ -71,7 +70,7 @@ class Model:
     op: MPI.Op
 
     def __call__(self, x):
-        return notoken.allreduce(self.weight * x, self.op, comm=self.comm)
+        return jaxmpi.allreduce(self.weight * x, self.op, comm=self.comm)
 
 
 @BOTH
@@ -108,7 +107,7 @@ def same_handle_again(comm, part, freed):
 )
 def test_freed_communicator(jit, by, comm, size):
     """Its successor with the same handle is another one; the freed one raises, wherever it is used."""
-    total = functools.partial(jit, static_argnames="comm")(lambda x, comm: notoken.allreduce(x, MPI.SUM, comm=comm))
+    total = functools.partial(jit, static_argnames="comm")(lambda x, comm: jaxmpi.allreduce(x, MPI.SUM, comm=comm))
     part = comm.Dup()
     first = jaxmpi.static(part)
     hashed = hash(first)
@@ -123,11 +122,11 @@ def test_freed_communicator(jit, by, comm, size):
     assert hash(first) == hashed
     np.testing.assert_array_equal(total(X, comm=second), size * X)
     for call in (
-        lambda: notoken.allreduce(X, MPI.SUM, comm=first),
-        lambda: jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=first))(X),
+        lambda: jaxmpi.allreduce(X, MPI.SUM, comm=first),
+        lambda: jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=first))(X),
         lambda: jaxmpi.static(first),
         lambda: jaxmpi.Grid((0,), comm=first),
-        lambda: notoken.neighbor_allgather(X, comm=first),
+        lambda: jaxmpi.neighbor_allgather(X, comm=first),
     ):
         with pytest.raises(ValueError, match=r"comm is jaxmpi.static\(.*, which has been freed"):
             call()
@@ -142,7 +141,7 @@ def test_freed_reduction(by, size):
     def combine(a, b, datatype):
         np.frombuffer(b, np.float64)[:] += np.frombuffer(a, np.float64)
 
-    total = functools.partial(jax.jit, static_argnames="op")(lambda x, op: notoken.allreduce(x, op))
+    total = functools.partial(jax.jit, static_argnames="op")(lambda x, op: jaxmpi.allreduce(x, op))
     x = jnp.ones(3, jnp.float64)
     own = MPI.Op.Create(combine, commute=True)
     first = jaxmpi.static(own)
@@ -155,7 +154,7 @@ def test_freed_reduction(by, size):
     assert first not in (second, again)
     np.testing.assert_array_equal(total(x, op=second), size * x)
     with pytest.raises(ValueError, match=r"allreduce: op is jaxmpi.static\(.*, which has been freed"):
-        notoken.allreduce(x, first)
+        jaxmpi.allreduce(x, first)
     with pytest.raises(jax.errors.JaxRuntimeError, match="has been freed since this function was compiled"):
         jax.block_until_ready(total(x, op=first))
     jax.effects_barrier()
@@ -183,7 +182,7 @@ def test_topologies(comm, rank, size):
     """With the class of a Cartesian communicator or a graph."""
     ring = comm.Create_cart([size], periods=[True])
     graph = comm.Create_dist_graph_adjacent([(rank - 1) % size], [(rank + 1) % size])
-    total = functools.partial(jax.jit, static_argnames="comm")(lambda x, comm: notoken.neighbor_allgather(x, comm=comm))
+    total = functools.partial(jax.jit, static_argnames="comm")(lambda x, comm: jaxmpi.neighbor_allgather(x, comm=comm))
     left, right = (rank - 1) % size, (rank + 1) % size
     np.testing.assert_array_equal(total(jnp.int32(rank), comm=jaxmpi.static(ring)), [left, right])
     np.testing.assert_array_equal(total(jnp.int32(rank), comm=jaxmpi.static(graph)), [left])
@@ -202,4 +201,4 @@ def test_refused(comm, rank, size):
         with pytest.raises(ValueError, match=r"static: .* it has been freed"):
             jaxmpi.static(null)
     with pytest.raises(TypeError, match=r"bcast: x is jaxmpi.static\(.*, which is no array: pass it as comm="):
-        notoken.bcast(jaxmpi.static(comm), 0)
+        jaxmpi.bcast(jaxmpi.static(comm), 0)

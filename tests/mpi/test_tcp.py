@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi import notoken
+import jaxmpi
 
 BYTES = 32 << 20
 
@@ -22,7 +22,7 @@ def received():
 @pytest.mark.ranks(2)
 def test_messages_are_sent_by_tcp(comm, rank):
     before = received()
-    result = notoken.bcast(jnp.full(BYTES // 8, 3.0) if rank == 0 else jnp.zeros(BYTES // 8), 0)
+    result = jaxmpi.bcast(jnp.full(BYTES // 8, 3.0) if rank == 0 else jnp.zeros(BYTES // 8), 0)
     np.testing.assert_array_equal(result, 3.0)
     comm.Barrier()
     assert received() - before > BYTES

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support import drawing
 from support.rows import each, rows
 from support.table import NEW_JAX, draw, dtype_of, raised
@@ -30,7 +29,7 @@ def call_of(name, x, counts, root=0, **more):
         more["op"] = MPI.SUM
     if name in ("gatherv", "scatterv"):
         more["root"] = root
-    return getattr(notoken, name)(x, counts=counts, **more)
+    return getattr(jaxmpi, name)(x, counts=counts, **more)
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ class Case:
         """The result, and the counts that came with it."""
         rank, more = comm.rank, {"comm": comm} if self.known else {"comm": comm, "rows": self.room(comm.rank)}
         if self.name == "alltoallv" and self.known:
-            return notoken.alltoallv(x, self.sent[rank], np.asarray(self.told(rank)), **more), self.told(rank)
+            return jaxmpi.alltoallv(x, self.sent[rank], np.asarray(self.told(rank)), **more), self.told(rank)
         if self.name == "alltoallv":
-            return notoken.alltoallv(x, jnp.asarray(self.sent[rank], jnp.int16), **more)
+            return jaxmpi.alltoallv(x, jnp.asarray(self.sent[rank], jnp.int16), **more)
         if self.known:
             return call_of(self.name, x, self.counts, self.root, **more), self.counts
         counts = self.counts if self.name == "scatterv" else self.counts[rank]
@@ -156,7 +155,7 @@ def test_impossible_count(names, comm, rank, size):
 def test_impossible_counts_of_alltoallv(comm, rank, size):
     """The sum counts, also where it would wrap."""
     x = jnp.arange(3.0)
-    call = jax.jit(lambda x, counts: notoken.alltoallv(x, counts, rows=3 * size))
+    call = jax.jit(lambda x, counts: jaxmpi.alltoallv(x, counts, rows=3 * size))
 
     def check(wrong):
         wrong = wrong[:1] + [0] * (size - 2) + wrong[1:] if size > 1 else [4]
@@ -177,13 +176,13 @@ def test_no_arrays(rank, size):
         tree, told = call_of(name, (), jnp.asarray(counts[rank]))
         assert tree == ()
         np.testing.assert_array_equal(told, counts)
-    np.testing.assert_array_equal(notoken.alltoallv({}, jnp.asarray(counts), rows=3)[1], [rank + 1] * size)
-    np.testing.assert_array_equal(notoken.scatterv([], jnp.asarray(counts), 0)[1], counts)
-    assert notoken.allgatherv((), counts) == ()
+    np.testing.assert_array_equal(jaxmpi.alltoallv({}, jnp.asarray(counts), rows=3)[1], [rank + 1] * size)
+    np.testing.assert_array_equal(jaxmpi.scatterv([], jnp.asarray(counts), 0)[1], counts)
+    assert jaxmpi.allgatherv((), counts) == ()
 
 
 def test_impossible_counts_of_scatterv(comm, rank, size):
-    call = jax.jit(lambda x, counts: notoken.scatterv(x, counts, 0))
+    call = jax.jit(lambda x, counts: jaxmpi.scatterv(x, counts, 0))
     for wrong in (-1, 4):
         error = raised(lambda wrong=wrong: call(jnp.arange(3.0), jnp.asarray([wrong] + [0] * (size - 1))))
         assert "rank 0" in error
@@ -206,9 +205,9 @@ def test_exscan_of_rank_0(rank, size):
     }
     calls = [(name, x, identity) for name, values in identities.items() for x, identity in values]
     xs = [x for _, x, _ in calls]
-    scan = lambda xs: [notoken.exscan(x, getattr(MPI, c[0])) for x, c in zip(xs, calls, strict=True)]  # noqa: E731
+    scan = lambda xs: [jaxmpi.exscan(x, getattr(MPI, c[0])) for x, c in zip(xs, calls, strict=True)]  # noqa: E731
     with jax.transfer_guard("disallow"):
-        found = [notoken.exscan(xs[0], MPI.SUM), *jax.jit(scan)(xs)[1:]]
+        found = [jaxmpi.exscan(xs[0], MPI.SUM), *jax.jit(scan)(xs)[1:]]
 
     def check(row):
         (_, x, identity), y = row
@@ -234,7 +233,7 @@ def test_derivatives_of_other_reductions(comm, rank, size):
         return sum(jnp.vdot(ws[r][0], ops[name](xs[:, r], axis=0)) for r in range(size))
 
     def of_this(function, name, x):
-        y = getattr(notoken, function)(x, getattr(MPI, name))
+        y = getattr(jaxmpi, function)(x, getattr(MPI, name))
         if function == "exscan":
             return jnp.vdot(ws[rank], y) if rank > 0 else 0 * jnp.sum(x)
         return jnp.vdot(ws[rank][0], y)
@@ -247,7 +246,7 @@ def test_derivatives_of_other_reductions(comm, rank, size):
     for call, got, wanted in zip(calls, ours, theirs, strict=True):
         np.testing.assert_allclose(got, wanted[rank], atol=1e-12, err_msg=str(call))
     for function in ("scan", "exscan"):
-        gradient = jax.grad(lambda x, f=function: getattr(notoken, f)(x, MPI.MAX) * (rank > 0))(1.0 + rank)
+        gradient = jax.grad(lambda x, f=function: getattr(jaxmpi, f)(x, MPI.MAX) * (rank > 0))(1.0 + rank)
         assert gradient.shape == ()
 
 
@@ -255,7 +254,7 @@ def without_room(name, tree, counts, room):
     """A tree of rows, as many to each rank as `counts` says; `room` of what the result needs."""
     size = counts.size
     if name == "alltoallv":
-        return notoken.alltoallv(tree, counts, rows=room(3 * size))
+        return jaxmpi.alltoallv(tree, counts, rows=room(3 * size))
     if name in ("scatterv", "reduce_scatter"):
         return call_of(name, tree, counts if name == "scatterv" else jnp.int32(3), rows=room(3))
     return call_of(name, tree, jnp.sum(counts), rows=room(3 * size**2))
@@ -279,7 +278,7 @@ def test_one_rank_has_too_little_room_for_a_tree(names, rank, size):
                 jax.block_until_ready(f(tree))
         else:
             jax.tree.map(np.testing.assert_array_equal, f(tree)[0], right[name])
-        y = notoken.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
+        y = jaxmpi.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
         np.testing.assert_array_equal(y, 7.0 + np.arange(size))
 
     hows = (("eager", 0), ("jaxmpi.jit", -1))

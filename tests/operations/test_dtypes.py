@@ -10,7 +10,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX, UFUNCS, draw, dtype_of
 
@@ -59,8 +58,8 @@ def check_reductions(calls, inputs, comm):
     def reductions(dtype, op, x):
         op = getattr(MPI, op)
         if dtype not in KINDS:
-            return [notoken.allreduce(x, op)]
-        return [notoken.allreduce(x, op), notoken.scan(x, op), notoken.reduce(x, op, size - 1)]
+            return [jaxmpi.allreduce(x, op)]
+        return [jaxmpi.allreduce(x, op), jaxmpi.scan(x, op), jaxmpi.reduce(x, op, size - 1)]
 
     def check(row):
         (dtype, op), xs, results = row
@@ -110,7 +109,7 @@ def test_nan_wins(comm, size):
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 @pytest.mark.alone
-@pytest.mark.parametrize("operation", [lambda x: notoken.bcast(x, 0), jaxmpi.replicate], ids=["bcast", "replicate"])
+@pytest.mark.parametrize("operation", [lambda x: jaxmpi.bcast(x, 0), jaxmpi.replicate], ids=["bcast", "replicate"])
 def test_derivative_that_would_sum_float8(operation):
     with pytest.raises(TypeError, match=r"SUM is not defined for dtype float8_e4m3fn.*derivative.*convert"):
         jax.grad(lambda x: operation(x.astype(jnp.float8_e4m3fn)).astype(float).sum())(jnp.ones(3))
@@ -127,16 +126,16 @@ def test_user_operation(commute, rank, size):
     op = MPI.Op.Create(combine, commute=commute)
     x = jnp.asarray([12, 6 * (rank + 1)]) if commute else jnp.asarray([rank, rank + 5])
     expected = [12, 6] if commute else [0, 5]
-    call = jax.jit(lambda x: notoken.allreduce(x, op))
+    call = jax.jit(lambda x: jaxmpi.allreduce(x, op))
     for _ in range(3):
         np.testing.assert_array_equal(call(x), expected)
-        np.testing.assert_array_equal(notoken.allreduce(x, op), expected)
+        np.testing.assert_array_equal(jaxmpi.allreduce(x, op), expected)
     op.Free()
 
 
 def test_without_x64(rank, size):
     """With 64-bit types off, as by default, NumPy's float64 arrives as float32."""
     with jax.enable_x64(False) if hasattr(jax, "enable_x64") else jax.experimental.disable_x64():
-        y = notoken.allreduce(np.ones(3), MPI.SUM)
+        y = jaxmpi.allreduce(np.ones(3), MPI.SUM)
         assert y.dtype == jnp.float32
         np.testing.assert_array_equal(y, np.full(3, size))

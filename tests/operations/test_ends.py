@@ -8,7 +8,6 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from jaxmpi._mpi import tags
 from support.launch import launch
 from support.rows import one_each_time
@@ -21,7 +20,7 @@ def around(x, rank, size):
     """Each rank's array by all others, in a loop over partners."""
 
     def step(i, found):
-        y = notoken.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=i, recvtag=i)
+        y = jaxmpi.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=i, recvtag=i)
         return found.at[(rank - i) % size].set(y)
 
     return lax.fori_loop(0, size, step, jnp.zeros((size, *x.shape), x.dtype))
@@ -42,11 +41,11 @@ def test_derivatives_are_those_of_static_ones(comm, rank, size):
     weights = jnp.asarray(np.random.default_rng(rank).normal(size=(size, 3)))
 
     def static(x):
-        return jnp.stack([notoken.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=3) for i in range(size)])
+        return jnp.stack([jaxmpi.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=3) for i in range(size)])
 
     def traced(x):
         def step(_, i):
-            return (), notoken.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=i, recvtag=MPI.ANY_TAG)
+            return (), jaxmpi.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=i, recvtag=MPI.ANY_TAG)
 
         return lax.scan(step, (), jnp.arange(size))[1]
 
@@ -66,7 +65,7 @@ def test_one_half_has_a_derivative(rank, size):
 
     @jax.jit
     def f(x, left, right):
-        y = notoken.sendrecv(x.astype(int) if rank % 2 else x, other, left, right, sendtag=left * 0 + 4, recvtag=4)
+        y = jaxmpi.sendrecv(x.astype(int) if rank % 2 else x, other, left, right, sendtag=left * 0 + 4, recvtag=4)
         return jnp.sum(y * (rank + 1.0))
 
     gradient = jax.grad(f)(jnp.ones(2), left, right)
@@ -76,16 +75,14 @@ def test_one_half_has_a_derivative(rank, size):
 def test_dtypes(rank, size):
     kinds = ["int8", "uint8", "int32", "uint32", "int64", "uint64"]
     ends = [np.asarray([(rank - 1) % size, (rank + 1) % size], dtype) for dtype in kinds]
-    call = jax.jit(lambda x, ends: [notoken.sendrecv(x, x, source, dest) for source, dest in ends])
+    call = jax.jit(lambda x, ends: [jaxmpi.sendrecv(x, x, source, dest) for source, dest in ends])
     found = call(jnp.float32(rank), [tuple(pair) for pair in ends])
     assert dict(zip(kinds, map(float, found), strict=True)) == dict.fromkeys(kinds, float((rank - 1) % size))
 
 
 def test_proc_null_any_source_and_status(rank, size):
     status = MPI.Status()
-    f = jax.jit(
-        lambda x, source, dest, tag: notoken.sendrecv(x, x, source, dest, sendtag=3, recvtag=tag, status=status)
-    )
+    f = jax.jit(lambda x, source, dest, tag: jaxmpi.sendrecv(x, x, source, dest, sendtag=3, recvtag=tag, status=status))
     right = (rank + 1) % size
     x = jnp.arange(2.0) + rank
     np.testing.assert_array_equal(f(x, MPI.PROC_NULL, MPI.PROC_NULL, MPI.ANY_TAG), [0, 0])
@@ -97,7 +94,7 @@ def test_proc_null_any_source_and_status(rank, size):
 @pytest.mark.parametrize(("jit", "dtype"), [(jax.jit, "int64"), (jaxmpi.jit, "int32")], ids=["jit", "jaxmpi"])
 def test_what_is_no_rank(jit, dtype, comm, rank, size):
     x = jnp.ones(2)
-    recv = jit(lambda s, t: notoken.recv(x, s, tag=t))
+    recv = jit(lambda s, t: jaxmpi.recv(x, s, tag=t))
     number = lambda value: jnp.asarray(value, dtype)  # noqa: E731
     wrong = {size: str(size), -7: "-7", 2**31 - 1: "2147483647", -(2**31): str(-(2**31))}  # which stands for another
     if dtype == "int64":
@@ -114,7 +111,7 @@ def test_what_is_no_rank(jit, dtype, comm, rank, size):
         assert f"tag is {kept}, which is a tag that jaxmpi keeps" in raised(
             lambda kept=kept: recv(number(0), number(kept))
         )
-    assert notoken.sendrecv(rank, rank, (rank - 1) % size, (rank + 1) % size) == (rank - 1) % size
+    assert jaxmpi.sendrecv(rank, rank, (rank - 1) % size, (rank + 1) % size) == (rank - 1) % size
 
 
 def test_send_to_what_is_no_rank(rank, size):
@@ -122,7 +119,7 @@ def test_send_to_what_is_no_rank(rank, size):
 
     @jaxmpi.jit
     def f(x, dest):
-        notoken.send(x, dest, tag=x.astype(int))
+        jaxmpi.send(x, dest, tag=x.astype(int))
         return x + 1
 
     assert f"dest is {size}, and must be a rank" in raised(lambda: f(jnp.float32(3), size))
@@ -131,9 +128,9 @@ def test_send_to_what_is_no_rank(rank, size):
 
 
 def test_any_source_of_several_leaves(rank, size):
-    f = jax.jit(lambda tree, source: notoken.recv(tree, source))
+    f = jax.jit(lambda tree, source: jaxmpi.recv(tree, source))
     assert "the source must be a rank" in raised(lambda: f([jnp.ones(2), jnp.ones(3)], MPI.ANY_SOURCE))
-    tree = jax.jit(lambda tree, s, d: notoken.sendrecv(tree, tree, s, d))(
+    tree = jax.jit(lambda tree, s, d: jaxmpi.sendrecv(tree, tree, s, d))(
         [jnp.ones(2) * rank, jnp.ones(3)], (rank - 1) % size, (rank + 1) % size
     )
     np.testing.assert_array_equal(tree[0], np.ones(2) * ((rank - 1) % size))
@@ -143,7 +140,7 @@ def test_any_source_of_several_leaves(rank, size):
 def test_tags_of_derivatives(rank, size):
     """The upper half of the tags is theirs: a traced one there is an error, and not another message."""
     limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-    f = jax.jit(lambda x, tag: notoken.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag))
+    f = jax.jit(lambda x, tag: jaxmpi.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag))
     assert f(jnp.float32(2), limit) == 2
     error = raised(lambda: jax.jvp(lambda x: f(x, limit), (jnp.float32(2),), (jnp.float32(1),)))
     assert "must be between 0 and" in error
@@ -154,7 +151,7 @@ def test_tags_of_derivatives(rank, size):
 def test_any_source_has_no_derivative(rank, size):
     """Its tangent could come from another rank."""
     right = (rank + 1) % size
-    f = jax.jit(lambda x, source, tag: notoken.sendrecv(x, x, source, right, sendtag=2, recvtag=tag))
+    f = jax.jit(lambda x, source, tag: jaxmpi.sendrecv(x, x, source, right, sendtag=2, recvtag=tag))
     ways = [
         lambda *ends: jax.jvp(lambda x: f(x, *ends), (jnp.float32(2),), (jnp.float32(1),)),
         lambda *ends: jax.grad(lambda x: f(x, *ends))(jnp.float32(2)),
@@ -173,7 +170,7 @@ def test_reports(check, script, tmp_path):
     import os, time
     @jax.jit
     def f(x, source, tag):
-        return notoken.recv(x, source, tag=tag)  # the line
+        return jaxmpi.recv(x, source, tag=tag)  # the line
     reports = os.open({str(tmp_path / "reports")!r}, os.O_RDWR | os.O_CREAT)
     if rank == 0:
         os.dup2(reports, 2)
@@ -181,10 +178,10 @@ def test_reports(check, script, tmp_path):
     else:
         while b"in recv of 3 float32, source 1, tag 77" not in os.pread(reports, 1 << 20, 0):
             time.sleep(0.02)
-        notoken.send(jnp.ones(3), 0, tag=77)
+        jaxmpi.send(jnp.ones(3), 0, tag=77)
     """)
     launch(2, program, timeout=50, JAXMPI_TIMEOUT="0.2", JAXMPI_CHECK=check)
-    line = program.read_text().splitlines().index("    return notoken.recv(x, source, tag=tag)  # the line") + 1
+    line = program.read_text().splitlines().index("    return jaxmpi.recv(x, source, tag=tag)  # the line") + 1
     assert f"program.py:{line}" in (tmp_path / "reports").read_text()
 
 

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import fft, notoken
+from jaxmpi import fft
 from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
@@ -29,8 +29,8 @@ def _nothing_was_sent(size, rank):
     """After an error all ranks can still talk to each other."""
     yield
     right, left = (rank + 1) % size, (rank - 1) % size
-    assert notoken.sendrecv(jnp.float32(rank), jnp.float32(0), left, right) == left
-    assert notoken.allreduce(1, MPI.SUM) == size
+    assert jaxmpi.sendrecv(jnp.float32(rank), jnp.float32(0), left, right) == left
+    assert jaxmpi.allreduce(1, MPI.SUM) == size
 
 
 VALUES = [
@@ -97,75 +97,75 @@ TYPES = [
     ("allreduce", (X, MPI.IN_PLACE), r"op must .* got (MPI\.)?IN_PLACE"),
 ]
 OTHER_VALUES = [
-    (lambda: notoken.allgatherv(X, [-1]), r"counts must not be negative"),
-    (lambda: notoken.allgatherv(X, [3], rows=9), r"allgatherv: rows= is for counts that are JAX arrays"),
-    (lambda: notoken.allgatherv(X, jnp.int32(3), rows=-1), r"allgatherv: rows must be between 0 and \d+; got -1"),
+    (lambda: jaxmpi.allgatherv(X, [-1]), r"counts must not be negative"),
+    (lambda: jaxmpi.allgatherv(X, [3], rows=9), r"allgatherv: rows= is for counts that are JAX arrays"),
+    (lambda: jaxmpi.allgatherv(X, jnp.int32(3), rows=-1), r"allgatherv: rows must be between 0 and \d+; got -1"),
     (
-        lambda: notoken.alltoallv(X, jnp.zeros((1, 1), int), rows=3),
+        lambda: jaxmpi.alltoallv(X, jnp.zeros((1, 1), int), rows=3),
         r"alltoallv: sendcounts must be of shape \(\d+,\), a count for each rank; got shape \(\d+, 1\)",
     ),
-    (lambda: notoken.send(X, 0, tag=tags.KEPT[-1]), r"send: tag \d+ is a tag that jaxmpi keeps"),
-    (lambda: notoken.send(X, 0, tag=-7), r"send: tag must be between 0 and \d+; got -7"),
-    (lambda: notoken.recv(X, 0, tag=2**40), r"recv: tag .* or MPI.ANY_TAG; got"),
-    (lambda: notoken.barrier(comm=MPI.COMM_NULL), r"barrier: comm is MPI.COMM_NULL"),
+    (lambda: jaxmpi.send(X, 0, tag=tags.KEPT[-1]), r"send: tag \d+ is a tag that jaxmpi keeps"),
+    (lambda: jaxmpi.send(X, 0, tag=-7), r"send: tag must be between 0 and \d+; got -7"),
+    (lambda: jaxmpi.recv(X, 0, tag=2**40), r"recv: tag .* or MPI.ANY_TAG; got"),
+    (lambda: jaxmpi.barrier(comm=MPI.COMM_NULL), r"barrier: comm is MPI.COMM_NULL"),
 ]
 OTHER_TYPES = [
     (
-        lambda: jax.jit(lambda k: notoken.allgatherv(X, [k]))(3),
+        lambda: jax.jit(lambda k: jaxmpi.allgatherv(X, [k]))(3),
         r"allgatherv: counts must be a sequence of integers.*Counts that are known at run time",
     ),
     (
-        lambda: jax.jit(lambda rows: notoken.allgatherv(X, jnp.int32(3), rows=rows))(3),
+        lambda: jax.jit(lambda rows: jaxmpi.allgatherv(X, jnp.int32(3), rows=rows))(3),
         r"allgatherv: rows must be known when the function is compiled",
     ),
     (
-        lambda: jax.jit(lambda x, r: notoken.bcast(x, r))(X, 0),
+        lambda: jax.jit(lambda x, r: jaxmpi.bcast(x, r))(X, 0),
         r"bcast: root must be known when the function is compiled.*static_argnums",
     ),
     (
-        lambda: jax.jit(lambda t: notoken.send(X, 0, tag=t))(1.0),
+        lambda: jax.jit(lambda t: jaxmpi.send(X, 0, tag=t))(1.0),
         r"send: tag must be an integer, got a traced value of dtype float",
     ),
     (
-        lambda: jax.jit(lambda d: notoken.send(X, d))(jnp.arange(2)),
+        lambda: jax.jit(lambda d: jaxmpi.send(X, d))(jnp.arange(2)),
         r"send: dest must be an integer, got a traced value of dtype int\d+ and shape \(2,\)",
     ),
     (
-        lambda: notoken.allreduce(X, MPI.SUM, comm="world"),
+        lambda: jaxmpi.allreduce(X, MPI.SUM, comm="world"),
         r"allreduce: comm must be an mpi4py communicator .* got 'world' of type str",
     ),
-    (lambda: jax.jit(lambda c: notoken.allgather(X, comm=c))(1), r"allgather: comm .* traced"),
-    (lambda: notoken.allreduce(X.astype(jnp.float8_e5m2), MPI.SUM), r"float8_e5m2; it can be moved, not reduced"),
-    (lambda: notoken.allreduce(X, MPI.MAXLOC), r"op MPI.MAXLOC is not defined"),
+    (lambda: jax.jit(lambda c: jaxmpi.allgather(X, comm=c))(1), r"allgather: comm .* traced"),
+    (lambda: jaxmpi.allreduce(X.astype(jnp.float8_e5m2), MPI.SUM), r"float8_e5m2; it can be moved, not reduced"),
+    (lambda: jaxmpi.allreduce(X, MPI.MAXLOC), r"op MPI.MAXLOC is not defined"),
     (
-        lambda: notoken.allreduce([X, 3, MPI.DOUBLE], MPI.SUM),
+        lambda: jaxmpi.allreduce([X, 3, MPI.DOUBLE], MPI.SUM),
         r"x\[2\] is .*Datatype .* is no array: in the place of mpi4py's \[x, count, datatype\] pass x alone",
     ),
-    (lambda: notoken.send(2**70, 0), r"does not fit in JAX's default integer"),
-    (lambda: notoken.send(np.arange(3, dtype=">f4"), 0), r"x must hold JAX arrays.*JAX says"),
-    (lambda: notoken.recv(X, 0, status=3), r"recv: status must be an MPI.Status"),
-    (lambda: notoken.bcast(X, 0, token=None), r"takes no token"),
-    (lambda: notoken.isend(X, 0, tag=MPI.BOTTOM), r"tag must .* got (MPI\.)?BOTTOM"),
-    (lambda: notoken.allgatherv(X, jnp.int32(3), rows=MPI.IN_PLACE), r"rows must .* got (MPI\.)?IN_PLACE"),
-    (lambda: notoken.alltoallv(X, MPI.BOTTOM, rows=3), r"sendcounts must .* got (MPI\.)?BOTTOM"),
+    (lambda: jaxmpi.send(2**70, 0), r"does not fit in JAX's default integer"),
+    (lambda: jaxmpi.send(np.arange(3, dtype=">f4"), 0), r"x must hold JAX arrays.*JAX says"),
+    (lambda: jaxmpi.recv(X, 0, status=3), r"recv: status must be an MPI.Status"),
+    (lambda: jaxmpi.bcast(X, 0, token=None), r"unexpected keyword argument .token."),
+    (lambda: jaxmpi.isend(X, 0, tag=MPI.BOTTOM), r"tag must .* got (MPI\.)?BOTTOM"),
+    (lambda: jaxmpi.allgatherv(X, jnp.int32(3), rows=MPI.IN_PLACE), r"rows must .* got (MPI\.)?IN_PLACE"),
+    (lambda: jaxmpi.alltoallv(X, MPI.BOTTOM, rows=3), r"sendcounts must .* got (MPI\.)?BOTTOM"),
     (lambda: jaxmpi.Grid(MPI.IN_PLACE), r"processes must .* got (MPI\.)?IN_PLACE"),
     (lambda: jaxmpi.Grid((0,), MPI.BOTTOM), r"shape must .* got (MPI\.)?BOTTOM"),
-    (lambda: notoken.allreduce(X, MPI.SUM, comm=MPI.IN_PLACE), r"comm must .* got (MPI\.)?IN_PLACE"),
-    (lambda: notoken.recv(X, 0, status=MPI.BOTTOM), r"status must .* got (MPI\.)?BOTTOM"),
+    (lambda: jaxmpi.allreduce(X, MPI.SUM, comm=MPI.IN_PLACE), r"comm must .* got (MPI\.)?IN_PLACE"),
+    (lambda: jaxmpi.recv(X, 0, status=MPI.BOTTOM), r"status must .* got (MPI\.)?BOTTOM"),
 ]
 HOW = "jax.vmap maps an operand that says how to communicate"
 MAPPED = [
-    (lambda k: notoken.allgatherv(X, k)[0], f"allgatherv: {HOW}"),
-    (lambda d: notoken.send(X, d), f"send: {HOW}"),
-    (lambda s: notoken.recv(X + s, s), f"recv: {HOW}"),
-    (lambda t: notoken.irecv(X, 0, tag=t), f"irecv: {HOW}"),
-    (lambda p: jax.lax.cond(p > 0, lambda: notoken.recv(X, p), lambda: X), r"recv: .*the predicate or index as well"),
+    (lambda k: jaxmpi.allgatherv(X, k)[0], f"allgatherv: {HOW}"),
+    (lambda d: jaxmpi.send(X, d), f"send: {HOW}"),
+    (lambda s: jaxmpi.recv(X + s, s), f"recv: {HOW}"),
+    (lambda t: jaxmpi.irecv(X, 0, tag=t), f"irecv: {HOW}"),
+    (lambda p: jax.lax.cond(p > 0, lambda: jaxmpi.recv(X, p), lambda: X), r"recv: .*the predicate or index as well"),
 ]
 
 
 def of_operation(rows):
     """Operations, their arguments on one rank, and what an error says behind the name of the operation."""
-    return [(lambda name=name, of=of: getattr(notoken, name)(*of), f"{name}: {words}") for name, of, words in rows]
+    return [(lambda name=name, of=of: getattr(jaxmpi, name)(*of), f"{name}: {words}") for name, of, words in rows]
 
 
 BAD = [
@@ -195,7 +195,7 @@ def test_bad_input(cases):
 def test_scatter_on_root(rank, size):
     if rank == 0:
         with pytest.raises(ValueError, match=r"scatter: the first axis of x must be the number of ranks"):
-            notoken.scatter(jnp.ones((size + 1, 2)), 0)
+            jaxmpi.scatter(jnp.ones((size + 1, 2)), 0)
 
 
 def nothing_on_its_way(comm):
@@ -208,16 +208,16 @@ def nothing_on_its_way(comm):
 def test_bad_leaf_is_named(size):
     tree = {"a": X, "b": [jnp.ones((size, 2)), jnp.ones((size + 1, 2))]}
     with pytest.raises(ValueError, match=r"alltoall: the first axis of x\['b'\]\[1\] must be"):
-        notoken.alltoall({**tree, "a": jnp.ones(size)})
+        jaxmpi.alltoall({**tree, "a": jnp.ones(size)})
     with pytest.raises(TypeError, match=r"allreduce: op MPI.SUM is not defined for dtype bool of x\['b'\]\[0\];"):
-        notoken.allreduce({**tree, "b": [X > 0, X]}, MPI.SUM)
+        jaxmpi.allreduce({**tree, "b": [X > 0, X]}, MPI.SUM)
 
 
 def test_bad_leaf_sends_nothing(comm, rank, size):
     """The first leaf is good: it must not be sent before the second is found to be bad."""
     part = comm.Dup()
     with pytest.raises(TypeError):
-        notoken.send((X, "no"), (rank + 1) % size, comm=part)
+        jaxmpi.send((X, "no"), (rank + 1) % size, comm=part)
     assert nothing_on_its_way(part)
     part.Free()
 
@@ -231,14 +231,14 @@ def test_refused_derivative_sends_nothing(jitted, comm, rank, size):
     right = (rank + 1) % size
 
     def high_tag(x):
-        notoken.send(x, right, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB), comm=part)
+        jaxmpi.send(x, right, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB), comm=part)
         return jnp.sum(x)
 
     refused = {
-        "ANY_TAG" if NEW_JAX else "JAX 0.7": lambda x: jnp.sum(notoken.recv(x, right, comm=part)),
-        "ANY_SOURCE": lambda x: jnp.sum(notoken.sendrecv(x, x, MPI.ANY_SOURCE, right, comm=part)),
+        "ANY_TAG" if NEW_JAX else "JAX 0.7": lambda x: jnp.sum(jaxmpi.recv(x, right, comm=part)),
+        "ANY_SOURCE": lambda x: jnp.sum(jaxmpi.sendrecv(x, x, MPI.ANY_SOURCE, right, comm=part)),
         "tag must be below" if NEW_JAX else "or sendrecv": high_tag,
-        "user-defined": lambda x: jnp.sum(notoken.allreduce(x, own, comm=part)),
+        "user-defined": lambda x: jnp.sum(jaxmpi.allreduce(x, own, comm=part)),
     }
     for why, f in refused.items():
         gradient = jax.jit(jax.grad(f)) if jitted else jax.grad(f)
@@ -259,7 +259,7 @@ def test_what_has_no_derivative_of_what_is_stopped(jitted, comm, rank, size):
         np.maximum(np.frombuffer(a, X.dtype), b, out=b)
 
     own = MPI.Op.Create(larger, commute=True)
-    f = lambda x: jnp.sum(x * notoken.allreduce(jax.lax.stop_gradient(x) + rank, own))  # noqa: E731
+    f = lambda x: jnp.sum(x * jaxmpi.allreduce(jax.lax.stop_gradient(x) + rank, own))  # noqa: E731
     gradient = (jax.jit if jitted else lambda f: f)(jax.grad(f))(X)
     assert (np.asarray(gradient) == np.asarray(X) + size - 1).all()
     own.Free()
@@ -271,7 +271,7 @@ def test_intercommunicator(comm, rank, size):
     half = comm.Split(rank % 2, rank)
     inter = half.Create_intercomm(0, comm, 1 - rank % 2)
     with pytest.raises(ValueError, match=r"allreduce: comm is an inter-communicator.*Merge"):
-        notoken.allreduce(X, MPI.SUM, comm=inter)
+        jaxmpi.allreduce(X, MPI.SUM, comm=inter)
     inter.Free()
     half.Free()
 
@@ -280,20 +280,20 @@ def test_intercommunicator(comm, rank, size):
 def test_freed_communicator(jit, comm):
     """Freed before tracing: ValueError. Freed after compiling: an error at run time, and nothing is sent."""
     part = comm.Dup()
-    compiled = jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=part))
+    compiled = jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=part))
     jax.block_until_ready(compiled(X))
     handle = part
     part.Free()
     with pytest.raises(ValueError, match=r"allreduce: comm is MPI.COMM_NULL"):
-        notoken.allreduce(X, MPI.SUM, comm=handle)
+        jaxmpi.allreduce(X, MPI.SUM, comm=handle)
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
             jax.block_until_ready(compiled(X))
     again = comm.Dup()  # with the handle that has just become free
-    np.testing.assert_array_equal(notoken.allreduce(X, MPI.SUM, comm=again), comm.size * np.ones(3))
+    np.testing.assert_array_equal(jaxmpi.allreduce(X, MPI.SUM, comm=again), comm.size * np.ones(3))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
         jax.block_until_ready(compiled(X))
-    np.testing.assert_array_equal(jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=again))(X), comm.size * np.ones(3))
+    np.testing.assert_array_equal(jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=again))(X), comm.size * np.ones(3))
     jax.effects_barrier()
     again.Free()
 
@@ -304,8 +304,8 @@ def test_programs_of_freed_communicators_go(comm):
 
     def use():
         part = comm.Dup()
-        np.testing.assert_array_equal(notoken.allreduce(X, MPI.SUM, comm=part), comm.size * np.ones(3))
-        notoken.barrier(comm=part)
+        np.testing.assert_array_equal(jaxmpi.allreduce(X, MPI.SUM, comm=part), comm.size * np.ones(3))
+        jaxmpi.barrier(comm=part)
         part.Free()
         gc.collect()
         return eager_programs(), len(backend.live_executables())
@@ -331,18 +331,18 @@ def combined(values):
 def test_freed_reduction(jit, comm, size):
     """As for a communicator; and a new operation with its handle is not taken for it."""
     add = combined(lambda a, b: a + b)
-    compiled = jit(lambda x: notoken.allreduce(x, add, comm=comm))
+    compiled = jit(lambda x: jaxmpi.allreduce(x, add, comm=comm))
     np.testing.assert_array_equal(compiled(X), size * np.ones(3))
-    np.testing.assert_array_equal(notoken.allreduce(X, add), size * np.ones(3))
+    np.testing.assert_array_equal(jaxmpi.allreduce(X, add), size * np.ones(3))
     add.Free()
     with pytest.raises(ValueError, match=r"allreduce: op is MPI.OP_NULL"):
-        notoken.allreduce(X, add)
+        jaxmpi.allreduce(X, add)
     largest = combined(np.maximum)
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
             jax.block_until_ready(compiled(X))
-        np.testing.assert_array_equal(notoken.allreduce(X, largest), np.ones(3))
-        np.testing.assert_array_equal(jit(lambda x: notoken.allreduce(x, largest))(X), np.ones(3))
+        np.testing.assert_array_equal(jaxmpi.allreduce(X, largest), np.ones(3))
+        np.testing.assert_array_equal(jit(lambda x: jaxmpi.allreduce(x, largest))(X), np.ones(3))
     jax.effects_barrier()
     largest.Free()
 
@@ -360,18 +360,18 @@ def _with_neighbors(call):
 
 NOTHING = {
     **{case.name: lambda x, case=case: case.call(x, MPI.COMM_WORLD, 0) for case in CASES if not case.messages},
-    "irecv": lambda x: notoken.irecv(x, 0),
-    "isend": lambda x: notoken.isend(x, 0),
-    "neighbor_allgather": _with_neighbors(notoken.neighbor_allgather),
-    "neighbor_alltoall": _with_neighbors(notoken.neighbor_alltoall),
+    "irecv": lambda x: jaxmpi.irecv(x, 0),
+    "isend": lambda x: jaxmpi.isend(x, 0),
+    "neighbor_allgather": _with_neighbors(jaxmpi.neighbor_allgather),
+    "neighbor_alltoall": _with_neighbors(jaxmpi.neighbor_alltoall),
     **{
         f"Grid.{name}": lambda x, name=name: getattr(jaxmpi.Grid((0,), (MPI.COMM_WORLD.size,)), name)(x)
         for name in ("exchange", "start", "pad", "scatter", "gather")
     },
-    "recv": lambda x: notoken.recv(x, 0),
-    "send": lambda x: notoken.send(x, 0),
-    "sendbuf": lambda x: notoken.sendrecv(x, X, 0, 0),
-    "recvbuf": lambda x: notoken.sendrecv(X, x, 0, 0),
+    "recv": lambda x: jaxmpi.recv(x, 0),
+    "send": lambda x: jaxmpi.send(x, 0),
+    "sendbuf": lambda x: jaxmpi.sendrecv(x, X, 0, 0),
+    "recvbuf": lambda x: jaxmpi.sendrecv(X, x, 0, 0),
     "replicate": jaxmpi.replicate,
     "invariant": jaxmpi.invariant,
 }
@@ -382,7 +382,7 @@ NO_ARRAYS = {
     "IN_PLACE": (MPI.IN_PLACE, "is MPI.IN_PLACE, which is no array: pass the array itself"),
     "BOTTOM": ((MPI.BOTTOM, X), "is MPI.BOTTOM, which is no array: pass the array itself"),
     "a datatype": (MPI.DOUBLE, "Datatype .* is no array: .* pass x alone"),
-    "a token": (jaxmpi.Token(), r"is Token\(\), which has no array"),
+    "a token": (jaxmpi.tokens.Token(), r"is Token\(\), which has no array"),
     "a derivative of integers": (np.zeros(2, jax.dtypes.float0), "has dtype float0: .* Leave it out"),
 }
 
@@ -407,7 +407,7 @@ def test_no_arrays(names):
 @rows("names", NOTHING)
 def test_a_request_is_no_array(names):
     """The wait is missing: what is in a request would be sent as numbers."""
-    request = notoken.iallreduce(X, MPI.SUM)
+    request = jaxmpi.iallreduce(X, MPI.SUM)
 
     def check(name):
         with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
@@ -416,14 +416,14 @@ def test_a_request_is_no_array(names):
             jax.jit(lambda request: NOTHING[name]({"a": request}))(request)
 
     each(names, check)
-    notoken.wait(request)
+    jaxmpi.wait(request)
 
 
 def test_leaves_may_be_none(size):
-    result = notoken.allreduce({"a": None, "b": X}, MPI.SUM)
+    result = jaxmpi.allreduce({"a": None, "b": X}, MPI.SUM)
     assert result["a"] is None
     np.testing.assert_array_equal(result["b"], size * np.ones(3))
-    assert notoken.allreduce({}, MPI.SUM) == {}
+    assert jaxmpi.allreduce({}, MPI.SUM) == {}
 
 
 def test_leaves_may_be_functions(comm, rank, size):
@@ -435,18 +435,18 @@ def test_leaves_may_be_functions(comm, rank, size):
     before, after = (rank - 1) % size, (rank + 1) % size
 
     def sent(x):
-        received = notoken.irecv(x, before, tag=4)
-        return notoken.waitall([notoken.isend(x, after, tag=4), received])[1]
+        received = jaxmpi.irecv(x, before, tag=4)
+        return jaxmpi.waitall([jaxmpi.isend(x, after, tag=4), received])[1]
 
     calls = [
-        (tree, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: np.sum(x, 0)),
-        (tree, lambda x: notoken.bcast(x, size - 1), lambda x: x[-1]),
-        (tree, lambda x: notoken.sendrecv(x, x, before, after), lambda x: x[before]),
+        (tree, lambda x: jaxmpi.allreduce(x, MPI.SUM), lambda x: np.sum(x, 0)),
+        (tree, lambda x: jaxmpi.bcast(x, size - 1), lambda x: x[-1]),
+        (tree, lambda x: jaxmpi.sendrecv(x, x, before, after), lambda x: x[before]),
         (tree, sent, lambda x: x[before]),
         (tree, jaxmpi.replicate, lambda x: x[rank]),
-        (tree, lambda x: (notoken.send(x, after, tag=5), notoken.recv(x, before, tag=5))[1], lambda x: x[before]),
-        (rows, notoken.alltoall, lambda x: np.stack([its[rank] for its in x])),
-        (rows, lambda x: notoken.allgatherv(x, [size] * size), np.concatenate),
+        (tree, lambda x: (jaxmpi.send(x, after, tag=5), jaxmpi.recv(x, before, tag=5))[1], lambda x: x[before]),
+        (rows, jaxmpi.alltoall, lambda x: np.stack([its[rank] for its in x])),
+        (rows, lambda x: jaxmpi.allgatherv(x, [size] * size), np.concatenate),
         ({**made, "nested": (max, X)}, lambda x: grid.gather(x, None), np.concatenate),
         ({**made, "nested": (max, X)}, lambda x: points.gather(x, None), np.concatenate),
         ({**made, "u": X}, lambda x: grid.exchange(x, 0, boundary={**dict.fromkeys(made), "u": "edge"}), None),
@@ -468,9 +468,9 @@ def test_leaves_may_be_functions(comm, rank, size):
                 np.testing.assert_allclose(result, witness(comm.allgather(np.asarray(x))), err_msg=str(i))
     for alone in (jax.nn.relu, [jnp.tanh, max], [X, "text"]):
         with pytest.raises(TypeError, match=r"allreduce: x.* must hold JAX arrays"):
-            notoken.allreduce(alone, MPI.SUM)
+            jaxmpi.allreduce(alone, MPI.SUM)
     with pytest.raises(TypeError, match=r"bcast: x\[1\] must hold JAX arrays"):
-        notoken.bcast([X, MPI.SUM], 0)
+        jaxmpi.bcast([X, MPI.SUM], 0)
 
 
 @pytest.mark.ranks(2)
@@ -481,32 +481,32 @@ def test_truncation(count, asynchronous, rank):
 
     @jax.jit
     def receive(x):
-        y = notoken.recv(x, 0, tag=1)
+        y = jaxmpi.recv(x, 0, tag=1)
         if asynchronous:  # enough to compute that the call returns before the message is looked at
             z = jax.lax.fori_loop(0, 30, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((150, 150), x[0]))
-            y = notoken.recv(y + 0 * z[0, 0], 0, tag=2)
+            y = jaxmpi.recv(y + 0 * z[0, 0], 0, tag=2)
         return y
 
     half = count // 2
     if rank == 0:
-        notoken.send(jnp.arange(float(half if asynchronous else count)), 1, tag=1)
+        jaxmpi.send(jnp.arange(float(half if asynchronous else count)), 1, tag=1)
         if asynchronous:
-            notoken.send(jnp.arange(float(count)), 1, tag=2)
-        notoken.send(jnp.arange(3.0), 1, tag=3)
+            jaxmpi.send(jnp.arange(float(count)), 1, tag=2)
+        jaxmpi.send(jnp.arange(3.0), 1, tag=3)
     elif rank == 1:
         with pytest.raises(Exception, match=rf"jaxmpi.recv on rank 1 of .*{count * 8} bytes.*{half * 8} bytes.*trunc"):
             jax.block_until_ready(receive(jnp.zeros(half)))
-        y = notoken.recv(jnp.zeros(3), 0, tag=3)
+        y = jaxmpi.recv(jnp.zeros(3), 0, tag=3)
         np.testing.assert_array_equal(y, np.arange(3.0))
 
 
 @pytest.mark.ranks(2)
 def test_short_message(rank):
     if rank == 0:
-        notoken.send(jnp.ones(2), 1)
+        jaxmpi.send(jnp.ones(2), 1)
     elif rank == 1:
         with pytest.raises(Exception, match=r"16 bytes \(2 elements of float64\), the template 32 bytes.*status="):
-            jax.block_until_ready(notoken.recv(jnp.zeros(4), 0))
+            jax.block_until_ready(jaxmpi.recv(jnp.zeros(4), 0))
 
 
 def test_names_differ_fails_loudly():
@@ -543,7 +543,7 @@ def test_a_batch_on_one_rank_alone(comm, rank, size):
         "start": lambda x: grid.finish(grid.start(grid.pad(x))),
         "redistribute": lambda x: jaxmpi.redistribute(x, grid, columns),
         "index map": lambda x: rows.exchange(rows.pad(jnp.resize(x, 4))),
-        "sendrecv": lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=comm),
+        "sendrecv": lambda x: jaxmpi.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=comm),
     }
     x = jnp.ones(grid.local_shape)
     for name, call in calls.items():

@@ -7,7 +7,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX, draw
 
@@ -86,7 +85,7 @@ def test_cotangents_of_keys(comm, size):
     keys = jax.random.split(jax.random.key(3), size)
 
     def loss(keys, x):
-        own = notoken.scatter(keys if comm.rank == 0 else keys[0], 0, comm=comm)
+        own = jaxmpi.scatter(keys if comm.rank == 0 else keys[0], 0, comm=comm)
         return jnp.sum(x * jax.random.uniform(own, (4,)))
 
     gradient, pullback = jax.vjp(loss, keys, jnp.ones(4))
@@ -100,9 +99,9 @@ def test_trees_and_templates(comm, rank, size):
     tree = {"key": jax.random.key(rank), "x": jnp.arange(3.0) + rank, "more": jax.random.key(rank + 5, impl="rbg")}
     template = jax.eval_shape(lambda: tree)
     for way in (lambda f: f, jax.jit):
-        sent = way(lambda x: notoken.bcast(x, size - 1, comm=comm))(tree)
-        bare = notoken.bcast(tree if rank == 0 else template, 0, comm=comm)
-        left = notoken.sendrecv(tree, template, (rank - 1) % size, (rank + 1) % size, comm=comm)
+        sent = way(lambda x: jaxmpi.bcast(x, size - 1, comm=comm))(tree)
+        bare = jaxmpi.bcast(tree if rank == 0 else template, 0, comm=comm)
+        left = jaxmpi.sendrecv(tree, template, (rank - 1) % size, (rank + 1) % size, comm=comm)
         for of, result in ((size - 1, sent), (0, bare), ((rank - 1) % size, left)):
             assert jax.tree.map(lambda x: x.dtype, result) == jax.tree.map(lambda x: x.dtype, tree)
             np.testing.assert_array_equal(jax.random.key_data(result["key"]), [0, of])
@@ -116,8 +115,8 @@ def test_words_and_keys(comm, rank, size):
     """A template decides what the words that are received become."""
     key, words = jax.random.key(7 + rank), jax.ShapeDtypeStruct((2,), jnp.uint32)
     left, right = (rank - 1) % size, (rank + 1) % size
-    np.testing.assert_array_equal(notoken.sendrecv(key, words, left, right, comm=comm), [0, 7 + left])
-    received = notoken.sendrecv(jax.random.key_data(key), key, left, right, comm=comm)
+    np.testing.assert_array_equal(jaxmpi.sendrecv(key, words, left, right, comm=comm), [0, 7 + left])
+    received = jaxmpi.sendrecv(jax.random.key_data(key), key, left, right, comm=comm)
     assert received == jax.random.key(7 + left)
 
 
@@ -135,18 +134,18 @@ def test_requests_of_keys_in_control_flow(comm, rank):
     def call(key):
         def step(carry, _):
             key, request = carry
-            sent = notoken.wait(request)
+            sent = jaxmpi.wait(request)
             key = jax.random.fold_in(sent, 1)
-            return (key, notoken.ibcast(key, 0, comm=comm)), sent
+            return (key, jaxmpi.ibcast(key, 0, comm=comm)), sent
 
         begun = jax.lax.cond(
             jax.random.uniform(key) < 2,
-            lambda key: notoken.ibcast(key, 0, comm=comm),
-            lambda key: notoken.ibcast(key, 0, comm=comm),
+            lambda key: jaxmpi.ibcast(key, 0, comm=comm),
+            lambda key: jaxmpi.ibcast(key, 0, comm=comm),
             key,
         )
         (_, last), sent = jax.lax.scan(step, (key, begun), length=3)
-        return sent, notoken.wait(last)
+        return sent, jaxmpi.wait(last)
 
     sent, last = call(jax.random.key(5 + rank))
     key = jax.random.key(5)
@@ -192,8 +191,8 @@ def test_neighbors(comm, rank, size):
     ring = comm.Create_cart([size], periods=[True])
     keys = jnp.stack([jax.random.key(2 * rank), jax.random.key(2 * rank + 1)])
     left, right = (rank - 1) % size, (rank + 1) % size
-    gathered = notoken.neighbor_allgather(keys, comm=ring)
-    swapped = notoken.neighbor_alltoall(keys, comm=ring)
+    gathered = jaxmpi.neighbor_allgather(keys, comm=ring)
+    swapped = jaxmpi.neighbor_alltoall(keys, comm=ring)
     np.testing.assert_array_equal(
         jax.random.key_data(gathered)[..., 1], [[2 * left, 2 * left + 1], [2 * right, 2 * right + 1]]
     )
@@ -216,7 +215,7 @@ def test_reductions_are_refused():
             with pytest.raises(
                 TypeError, match=rf"{name}: x\['k'\] has dtype key<fry>, .*moved, not reduced.*key_data"
             ):
-                way(lambda key: getattr(notoken, name)(key, *arguments))(key)
+                way(lambda key: getattr(jaxmpi, name)(key, *arguments))(key)
 
     each(calls, refused, lambda row: row[0])
 
@@ -225,11 +224,11 @@ def test_a_scalar_has_no_first_axis(comm, size):
     """The words of a key are no axis, not even if there are as many as ranks."""
     key = jax.random.key(0)
     for call in (
-        lambda: notoken.alltoall(key, comm=comm),
-        lambda: notoken.scatter(key, comm.rank, comm=comm),
-        lambda: notoken.allgatherv(key, [2] * size, comm=comm),
+        lambda: jaxmpi.alltoall(key, comm=comm),
+        lambda: jaxmpi.scatter(key, comm.rank, comm=comm),
+        lambda: jaxmpi.allgatherv(key, [2] * size, comm=comm),
     ):
         with pytest.raises(ValueError, match="first axis"):
             call()
     with pytest.raises(ValueError, match="first axis"):
-        notoken.neighbor_alltoall(key, comm=comm.Create_cart([size]))
+        jaxmpi.neighbor_alltoall(key, comm=comm.Create_cart([size]))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from jaxmpi._primitive import pytrees
 from support import drawing
 from support.derivatives import needs_new_jax
@@ -65,7 +64,7 @@ def follows(rank, size, comm):
     before, after = (rank - 1) % size, (rank + 1) % size
     for i, shape in enumerate(((3,), (), (2, 2))):
         x = jnp.full(shape, 70.0 + rank + 10 * i, jnp.float32)
-        y = notoken.sendrecv(x, x, before, after, sendtag=1, recvtag=1, comm=comm)
+        y = jaxmpi.sendrecv(x, x, before, after, sendtag=1, recvtag=1, comm=comm)
         np.testing.assert_array_equal(y, np.full(shape, 70.0 + before + 10 * i))
 
 
@@ -79,9 +78,9 @@ def ring(case, rank, size, comm):
         before, after, tag = ends
         templates = case.templates(rank)
         if case.apart and size > 1:  # MPICH sends nothing to a rank itself before that receives
-            notoken.send(xs, after, tag=tag, comm=comm)
-            return notoken.recv(templates, before, tag=tag, comm=comm, status=status)
-        return notoken.sendrecv(xs, templates, before, after, sendtag=tag, recvtag=tag, comm=comm, status=status)
+            jaxmpi.send(xs, after, tag=tag, comm=comm)
+            return jaxmpi.recv(templates, before, tag=tag, comm=comm, status=status)
+        return jaxmpi.sendrecv(xs, templates, before, after, sendtag=tag, recvtag=tag, comm=comm, status=status)
 
     return (exchange if case.traced else lambda xs, _: exchange(xs, ends)), ends
 
@@ -113,7 +112,7 @@ def test_gradients(rank, size, comm):
     @jax.jit
     @jax.grad
     def square(x):
-        return jnp.sum(notoken.sendrecv(x, x, before, after, sendtag=1, recvtag=1, comm=comm) ** 2)
+        return jnp.sum(jaxmpi.sendrecv(x, x, before, after, sendtag=1, recvtag=1, comm=comm) ** 2)
 
     def check(case):
         case = replace(case, accepts=True, differ=tuple(map(abs, case.differ)))
@@ -146,7 +145,7 @@ def exchange(rank, size, comm, x):
     before, after = (rank - 1) % size, (rank + 1) % size
     short = jax.ShapeDtypeStruct((2,) if rank == size - 1 else x[0].shape, x[0].dtype)
     second = jax.ShapeDtypeStruct(x[1].shape, x[1].dtype)
-    return notoken.sendrecv(x, (short, second), before, after, sendtag=1, recvtag=1, comm=comm)
+    return jaxmpi.sendrecv(x, (short, second), before, after, sendtag=1, recvtag=1, comm=comm)
 
 
 @pytest.mark.filterwarnings("ignore:jaxmpi. an earlier computation failed")

@@ -9,7 +9,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.rows import each, rows
 from support.table import draw, dtype_of
 
@@ -55,7 +54,7 @@ def right(rank, sources, destinations, own_blocks, shape, dtype, seed=0):
     return np.stack(found) if found else np.zeros((0, *shape), dtype_of(dtype))
 
 
-FUNCTIONS = {"allgather": (notoken.neighbor_allgather, False), "alltoall": (notoken.neighbor_alltoall, True)}
+FUNCTIONS = {"allgather": (jaxmpi.neighbor_allgather, False), "alltoall": (jaxmpi.neighbor_alltoall, True)}
 BOTH = rows("names", FUNCTIONS)
 SEEDS = range(4)
 
@@ -137,8 +136,8 @@ def test_cartesian(comm, rank):
     @jax.jit
     def call():
         xs = [jnp.asarray([[100 * rank + at, -1] for at in range(2 * n)]) for n, _ in shapes]
-        swapped = [notoken.neighbor_alltoall(x, comm=cart) for x, cart in zip(xs, carts, strict=True)]
-        return swapped, [notoken.neighbor_allgather(jnp.asarray(float(rank + 1)), comm=cart) for cart in carts]
+        swapped = [jaxmpi.neighbor_alltoall(x, comm=cart) for x, cart in zip(xs, carts, strict=True)]
+        return swapped, [jaxmpi.neighbor_allgather(jnp.asarray(float(rank + 1)), comm=cart) for cart in carts]
 
     def check(row):
         (dimensions, _), cart, swapped, gathered = row
@@ -158,20 +157,20 @@ def test_cartesian(comm, rank):
 def test_graph_of_the_old_kind(comm, rank):
     index, edges = np.cumsum([comm.size - 1] + (comm.size - 1) * [1]), [*range(1, comm.size), *(comm.size - 1) * [0]]
     star = comm.Create_graph(index.tolist(), edges)
-    got = notoken.neighbor_allgather(jnp.asarray(rank), comm=star)
+    got = jaxmpi.neighbor_allgather(jnp.asarray(rank), comm=star)
     assert got.tolist() == (list(range(1, comm.size)) if rank == 0 else [0])
     star.Free()
 
 
 def test_tokens_and_errors(comm):
     cart = comm.Create_cart([comm.size], periods=[True])
-    result, token = jaxmpi.neighbor_allgather(jnp.ones(2), comm=cart, token=None)
+    result, token = jaxmpi.tokens.neighbor_allgather(jnp.ones(2), comm=cart, token=None)
     assert result.shape == (2, 2)
-    assert token == jaxmpi.Token()
+    assert token == jaxmpi.tokens.Token()
     for bad in (None, comm):
         with pytest.raises(ValueError, match="comm has no neighbours"):
-            notoken.neighbor_allgather(jnp.ones(2), comm=bad)
+            jaxmpi.neighbor_allgather(jnp.ones(2), comm=bad)
     for bad in (jnp.ones(3), jnp.ones(())):
         with pytest.raises(ValueError, match="a block for each of the 2 destinations"):
-            notoken.neighbor_alltoall(bad, comm=cart)
+            jaxmpi.neighbor_alltoall(bad, comm=cart)
     cart.Free()

@@ -12,7 +12,7 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import _core, notoken
+from jaxmpi import _core
 from support import drawing
 from support.launch import launch
 from support.rows import each, rows
@@ -45,16 +45,16 @@ def right(comm):
 
 def shifted(x, comm, tag=3, **after):
     """Round the ring, by two requests."""
-    receive = notoken.irecv(x, left(comm), tag=tag, comm=comm)
-    send = notoken.isend(x, right(comm), tag=tag, comm=comm)
+    receive = jaxmpi.irecv(x, left(comm), tag=tag, comm=comm)
+    send = jaxmpi.isend(x, right(comm), tag=tag, comm=comm)
     if after:
-        (y, _), after = notoken.waitall([receive, send], **after)
+        (y, _), after = jaxmpi.waitall([receive, send], **after)
         return y, after
-    return notoken.waitall([receive, send])[0]
+    return jaxmpi.waitall([receive, send])[0]
 
 
 def blocking_shifted(x, comm, tag=3):
-    return notoken.sendrecv(x, x, left(comm), right(comm), sendtag=tag, recvtag=tag, comm=comm)
+    return jaxmpi.sendrecv(x, x, left(comm), right(comm), sendtag=tag, recvtag=tag, comm=comm)
 
 
 def numbers(shape, rank, seed=0):
@@ -64,24 +64,24 @@ def numbers(shape, rank, seed=0):
 WAYS = {
     "message": (shifted, blocking_shifted),
     "iallreduce": (
-        lambda x, c: notoken.wait(notoken.iallreduce(x, MPI.SUM, comm=c)),
-        lambda x, c: notoken.allreduce(x, MPI.SUM, comm=c),
+        lambda x, c: jaxmpi.wait(jaxmpi.iallreduce(x, MPI.SUM, comm=c)),
+        lambda x, c: jaxmpi.allreduce(x, MPI.SUM, comm=c),
     ),
     "iallreduce of maxima": (
-        lambda x, c: notoken.wait(notoken.iallreduce(x, MPI.MAX, comm=c)),
-        lambda x, c: notoken.allreduce(x, MPI.MAX, comm=c),
+        lambda x, c: jaxmpi.wait(jaxmpi.iallreduce(x, MPI.MAX, comm=c)),
+        lambda x, c: jaxmpi.allreduce(x, MPI.MAX, comm=c),
     ),
     "iallreduce of products": (
-        lambda x, c: notoken.wait(notoken.iallreduce(x, MPI.PROD, comm=c)),
-        lambda x, c: notoken.allreduce(x, MPI.PROD, comm=c),
+        lambda x, c: jaxmpi.wait(jaxmpi.iallreduce(x, MPI.PROD, comm=c)),
+        lambda x, c: jaxmpi.allreduce(x, MPI.PROD, comm=c),
     ),
     "ibcast": (
-        lambda x, c: notoken.wait(notoken.ibcast(x, c.size - 1, comm=c)),
-        lambda x, c: notoken.bcast(x, c.size - 1, comm=c),
+        lambda x, c: jaxmpi.wait(jaxmpi.ibcast(x, c.size - 1, comm=c)),
+        lambda x, c: jaxmpi.bcast(x, c.size - 1, comm=c),
     ),
     "ialltoall": (
-        lambda x, c: notoken.wait(notoken.ialltoall(jax.tree.map(lambda x: _stack(x, c), x), comm=c)),
-        lambda x, c: notoken.alltoall(jax.tree.map(lambda x: _stack(x, c), x), comm=c),
+        lambda x, c: jaxmpi.wait(jaxmpi.ialltoall(jax.tree.map(lambda x: _stack(x, c), x), comm=c)),
+        lambda x, c: jaxmpi.alltoall(jax.tree.map(lambda x: _stack(x, c), x), comm=c),
     ),
 }
 
@@ -119,48 +119,48 @@ def same(ours, theirs, tolerance=0.0):
 
 
 def test_empty_tree(comm):
-    assert notoken.wait(notoken.iallreduce([], MPI.SUM)) == []
-    assert notoken.wait(notoken.isend([], right(comm))) is None
-    assert notoken.waitall([]) == []
+    assert jaxmpi.wait(jaxmpi.iallreduce([], MPI.SUM)) == []
+    assert jaxmpi.wait(jaxmpi.isend([], right(comm))) is None
+    assert jaxmpi.waitall([]) == []
 
 
 @pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit])
 def test_started_in_one_function_and_waited_for_in_another(jit, comm, rank):
     x = numbers((3,), rank)
     starts = {
-        "message": lambda x: (notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)),
-        "ibcast": lambda x: [notoken.ibcast(x, comm.size - 1)],
-        "ialltoall": lambda x: {"a": notoken.ialltoall(_stack(x, comm))},
-        "iallreduce": lambda x: notoken.iallreduce(x, MPI.SUM),
-        "iallreduce of maxima": lambda x: notoken.iallreduce(x, MPI.MAX),
-        "iallreduce of products": lambda x: notoken.iallreduce(x, MPI.PROD),
+        "message": lambda x: (jaxmpi.irecv(x, left(comm), tag=1), jaxmpi.isend(x, right(comm), tag=1)),
+        "ibcast": lambda x: [jaxmpi.ibcast(x, comm.size - 1)],
+        "ialltoall": lambda x: {"a": jaxmpi.ialltoall(_stack(x, comm))},
+        "iallreduce": lambda x: jaxmpi.iallreduce(x, MPI.SUM),
+        "iallreduce of maxima": lambda x: jaxmpi.iallreduce(x, MPI.MAX),
+        "iallreduce of products": lambda x: jaxmpi.iallreduce(x, MPI.PROD),
     }
     flying = jit(lambda x: {way: start(x) for way, start in starts.items()})(x)
     y = jnp.sin(x)
-    got, after = jit(lambda requests, y: notoken.waitall(requests, after=y))(flying, y)
+    got, after = jit(lambda requests, y: jaxmpi.waitall(requests, after=y))(flying, y)
     wanted = jax.jit(lambda x: {way: WAYS[way][1](x, comm) for way in starts})(x)
     each(list(starts), lambda way: same([y for y in jax.tree.leaves(got[way]) if y is not None], [wanted[way]]))
     same(after, y)
 
 
 def test_repr(comm, rank):
-    request = notoken.iallreduce(jnp.ones(2), MPI.SUM)
+    request = jaxmpi.iallreduce(jnp.ones(2), MPI.SUM)
     assert repr(request) == "Request(iallreduce)"
-    jax.jit(notoken.wait)(request)
+    jax.jit(jaxmpi.wait)(request)
 
 
 def test_carried_by_loops(comm, rank, size):
-    start = lambda x: notoken.iallreduce(x, MPI.MAX)  # noqa: E731
-    step = lambda i, request: start(notoken.wait(request) + i)  # noqa: E731
+    start = lambda x: jaxmpi.iallreduce(x, MPI.MAX)  # noqa: E731
+    step = lambda i, request: start(jaxmpi.wait(request) + i)  # noqa: E731
     x = numbers((3,), rank)
     top = np.max([numbers((3,), r) for r in range(size)], axis=0)
-    got = jax.jit(lambda x: notoken.wait(lax.fori_loop(0, 4, step, start(x))))(x)
+    got = jax.jit(lambda x: jaxmpi.wait(lax.fori_loop(0, 4, step, start(x))))(x)
     np.testing.assert_allclose(got, top + 6)
 
     def loop(x):
         return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[0], c[1])), (0, start(x)))[1]
 
-    np.testing.assert_allclose(notoken.wait(jax.jit(loop)(x)), top + 3)
+    np.testing.assert_allclose(jaxmpi.wait(jax.jit(loop)(x)), top + 3)
 
 
 def test_stacked_by_scan(comm, rank, size):
@@ -168,10 +168,10 @@ def test_stacked_by_scan(comm, rank, size):
     x = numbers((3,), rank)
 
     def f(x, reverse):
-        start = lambda i: (notoken.irecv(x, left(comm), tag=1), notoken.isend(i * x, right(comm), tag=1))  # noqa: E731
+        start = lambda i: (jaxmpi.irecv(x, left(comm), tag=1), jaxmpi.isend(i * x, right(comm), tag=1))  # noqa: E731
         _, stacked = lax.scan(lambda c, i: (c, start(i)), 0, jnp.arange(1.0, 4.0), reverse=reverse)
         apart = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in (2, 0, 1)]
-        return [notoken.waitall(requests)[0] for requests in apart]
+        return [jaxmpi.waitall(requests)[0] for requests in apart]
 
     before = numbers((3,), (rank - 1) % size)
     same(jax.jit(lambda x: [f(x, False), f(x, True)])(x), [3 * before, before, 2 * before] * 2, 1e-15)
@@ -179,18 +179,18 @@ def test_stacked_by_scan(comm, rank, size):
 
 def test_one_envelope(comm, rank, size):
     """Receives are matched in the order of their starts, whatever the order of the waits."""
-    receives = [notoken.irecv(jnp.zeros(2), left(comm), tag=4) for _ in range(5)]
-    sends = [notoken.isend(jnp.full(2, 10.0 * rank + i), right(comm), tag=4) for i in range(5)]
+    receives = [jaxmpi.irecv(jnp.zeros(2), left(comm), tag=4) for _ in range(5)]
+    sends = [jaxmpi.isend(jnp.full(2, 10.0 * rank + i), right(comm), tag=4) for i in range(5)]
     for i in (3, 0, 4, 2, 1):
-        np.testing.assert_array_equal(notoken.wait(receives[i]), 10.0 * left(comm) + i)
-        notoken.wait(sends[4 - i])
+        np.testing.assert_array_equal(jaxmpi.wait(receives[i]), 10.0 * left(comm) + i)
+        jaxmpi.wait(sends[4 - i])
 
 
 def _kinds(comm, grid):
     """Of each kind a start with a tag, which may be none; what its result gives; and that by NumPy of what all have."""
 
     def message(x, tag):
-        return [notoken.irecv(x, left(comm), tag=tag), notoken.isend(x, right(comm), tag=tag)]
+        return [jaxmpi.irecv(x, left(comm), tag=tag), jaxmpi.isend(x, right(comm), tag=tag)]
 
     def exchange(x, tag):
         return grid.start(jnp.broadcast_to(x.sum() + jnp.arange(5.0), (2, 5)))
@@ -202,16 +202,16 @@ def _kinds(comm, grid):
 
     return {
         "message": (message, lambda xs, tag: [xs[left(comm)], None]),
-        "iallreduce": (lambda x, tag: notoken.iallreduce(x, MPI.SUM), lambda xs, tag: sum(xs)),
-        "ibcast": (lambda x, tag: notoken.ibcast(x, tag % comm.size), lambda xs, tag: xs[tag % comm.size]),
+        "iallreduce": (lambda x, tag: jaxmpi.iallreduce(x, MPI.SUM), lambda xs, tag: sum(xs)),
+        "ibcast": (lambda x, tag: jaxmpi.ibcast(x, tag % comm.size), lambda xs, tag: xs[tag % comm.size]),
         "ialltoall": (
-            lambda x, tag: notoken.ialltoall(_stack(x, comm)),
+            lambda x, tag: jaxmpi.ialltoall(_stack(x, comm)),
             lambda xs, tag: np.stack([x * (comm.rank + 1) for x in xs]),
         ),
-        "barrier": (lambda x, tag: notoken.ibarrier(), lambda xs, tag: None),
+        "barrier": (lambda x, tag: jaxmpi.ibarrier(), lambda xs, tag: None),
         "exchange": (exchange, exchanged),
         "blocking": (
-            lambda x, tag: (blocking_shifted(x, comm, tag), notoken.allreduce(x, MPI.SUM)),
+            lambda x, tag: (blocking_shifted(x, comm, tag), jaxmpi.allreduce(x, MPI.SUM)),
             lambda xs, tag: (xs[left(comm)], sum(xs)),
         ),
     }
@@ -239,9 +239,9 @@ def test_random_order(comm, rank, size):
                     flying.append((i, started))
                 while flying and generator.random() < 0.4:
                     at, request = flying.pop(generator.randrange(len(flying)))
-                    results[at] = notoken.waitall(request)
+                    results[at] = jaxmpi.waitall(request)
             generator.shuffle(flying)
-            return results | {at: notoken.waitall(request) for at, request in flying}
+            return results | {at: jaxmpi.waitall(request) for at, request in flying}
 
         inputs = [[draw(step[1], np.dtype("float64"), r, i) for i, step in enumerate(steps)] for r in range(size)]
         results = (jax.jit(f) if jitted else f)([jnp.asarray(x) for x in inputs[rank]])
@@ -257,10 +257,10 @@ def test_random_order(comm, rank, size):
 
 def test_any_source(comm, rank, size):
     """Each rank gets one message of every rank, from anybody."""
-    receives = [notoken.irecv(jnp.zeros(1)) for _ in range(size)]
-    sends = [notoken.isend(jnp.full(1, float(rank)), r, tag=rank) for r in range(size)]
-    got = sorted(float(notoken.wait(request)[0]) for request in receives)
-    notoken.waitall(sends)
+    receives = [jaxmpi.irecv(jnp.zeros(1)) for _ in range(size)]
+    sends = [jaxmpi.isend(jnp.full(1, float(rank)), r, tag=rank) for r in range(size)]
+    got = sorted(float(jaxmpi.wait(request)[0]) for request in receives)
+    jaxmpi.waitall(sends)
     assert got == list(range(size))
 
 
@@ -269,12 +269,12 @@ def test_any_tag_beside_others(comm, rank):
     grid = jaxmpi.Grid(comm.size, 3 * comm.size, periodic=True)
     x = jnp.arange(5.0) + 10 * rank
     flying = grid.start(x)
-    y = notoken.sendrecv(x, x, left(comm), right(comm))
-    receive = notoken.irecv(x, left(comm))
+    y = jaxmpi.sendrecv(x, x, left(comm), right(comm))
+    receive = jaxmpi.irecv(x, left(comm))
     again = grid.start(x + 1)
-    send = notoken.isend(x, right(comm), tag=6)
+    send = jaxmpi.isend(x, right(comm), tag=6)
     same(y, jnp.arange(5.0) + 10 * left(comm))
-    same(notoken.waitall([receive, send])[0], jnp.arange(5.0) + 10 * left(comm))
+    same(jaxmpi.waitall([receive, send])[0], jnp.arange(5.0) + 10 * left(comm))
     same(grid.finish(again), grid.exchange(x + 1))
     same(grid.finish(flying), grid.exchange(x))
 
@@ -286,9 +286,9 @@ def test_any_tag_in_a_derivative_beside_others(comm, rank):
     def f(x, start=True):
         if not start:
             return blocking_shifted(x, comm) + blocking_shifted(x, comm)
-        receive = notoken.irecv(x, left(comm), tag=7)
-        y = notoken.sendrecv(x, x, left(comm), right(comm))
-        return notoken.waitall([receive, notoken.isend(x, right(comm), tag=7)])[0] + y
+        receive = jaxmpi.irecv(x, left(comm), tag=7)
+        y = jaxmpi.sendrecv(x, x, left(comm), right(comm))
+        return jaxmpi.waitall([receive, jaxmpi.isend(x, right(comm), tag=7)])[0] + y
 
     x = numbers((3,), rank)
     same(
@@ -307,19 +307,19 @@ def test_blocking_operations_while_a_message_is_expected(jitted, comm, rank, siz
     x = jnp.full(LARGE, 1.0 + rank)
 
     def receiver(x):
-        request = notoken.irecv(x, 0, tag=2)
-        total = notoken.allreduce(x[:1], MPI.SUM)
-        small = notoken.recv(x[:2], 0, tag=2)
-        notoken.send(x[:2], 0, tag=2)
-        return notoken.wait(request), total, small
+        request = jaxmpi.irecv(x, 0, tag=2)
+        total = jaxmpi.allreduce(x[:1], MPI.SUM)
+        small = jaxmpi.recv(x[:2], 0, tag=2)
+        jaxmpi.send(x[:2], 0, tag=2)
+        return jaxmpi.wait(request), total, small
 
     def sender(x):
-        notoken.send(x, 1, tag=2)
-        total = notoken.allreduce(x[:1], MPI.SUM)
-        notoken.send(x[:2], 1, tag=2)
-        return x, total, notoken.recv(x[:2], 1, tag=2)
+        jaxmpi.send(x, 1, tag=2)
+        total = jaxmpi.allreduce(x[:1], MPI.SUM)
+        jaxmpi.send(x[:2], 1, tag=2)
+        return x, total, jaxmpi.recv(x[:2], 1, tag=2)
 
-    others = lambda x: (x, notoken.allreduce(x[:1], MPI.SUM), x[:2])  # noqa: E731
+    others = lambda x: (x, jaxmpi.allreduce(x[:1], MPI.SUM), x[:2])  # noqa: E731
     f = [sender, receiver, others, others][rank]
     large, total, small = (jax.jit(f) if jitted else f)(x)
     same(total, jnp.full(1, float(sum(range(1, size + 1)))))
@@ -329,17 +329,17 @@ def test_blocking_operations_while_a_message_is_expected(jitted, comm, rank, siz
 
 
 def test_many_large_ones(comm, rank, size):
-    receives = [notoken.irecv(jnp.zeros(LARGE), r, tag=r) for r in range(size)]
-    receives += [notoken.irecv(jnp.zeros(LARGE), r, tag=9) for r in range(size)]
-    sends = [notoken.isend(jnp.full(LARGE, 9.0 + rank), r, tag=9) for r in range(size)]
-    sends += [notoken.isend(jnp.full(LARGE, 1.0 + rank), r, tag=rank) for r in range(size)]
-    total = notoken.iallreduce(jnp.full(LARGE, 1.0), MPI.SUM)
-    notoken.barrier()
-    notoken.waitall(sends[::-1])
-    same(notoken.wait(total), jnp.full(LARGE, float(size)))
+    receives = [jaxmpi.irecv(jnp.zeros(LARGE), r, tag=r) for r in range(size)]
+    receives += [jaxmpi.irecv(jnp.zeros(LARGE), r, tag=9) for r in range(size)]
+    sends = [jaxmpi.isend(jnp.full(LARGE, 9.0 + rank), r, tag=9) for r in range(size)]
+    sends += [jaxmpi.isend(jnp.full(LARGE, 1.0 + rank), r, tag=rank) for r in range(size)]
+    total = jaxmpi.iallreduce(jnp.full(LARGE, 1.0), MPI.SUM)
+    jaxmpi.barrier()
+    jaxmpi.waitall(sends[::-1])
+    same(jaxmpi.wait(total), jnp.full(LARGE, float(size)))
     for r in range(size):
-        same(notoken.wait(receives[size + r]), jnp.full(LARGE, 9.0 + r))
-        same(notoken.wait(receives[r]), jnp.full(LARGE, 1.0 + r))
+        same(jaxmpi.wait(receives[size + r]), jnp.full(LARGE, 9.0 + r))
+        same(jaxmpi.wait(receives[r]), jnp.full(LARGE, 1.0 + r))
 
 
 def test_operand_is_copied(comm, rank):
@@ -347,10 +347,10 @@ def test_operand_is_copied(comm, rank):
 
     @functools.partial(jaxmpi.jit, donate_argnums=0)
     def f(x):
-        receive, send = notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)
-        total = notoken.iallreduce(x, MPI.SUM)
+        receive, send = jaxmpi.irecv(x, left(comm), tag=1), jaxmpi.isend(x, right(comm), tag=1)
+        total = jaxmpi.iallreduce(x, MPI.SUM)
         y = x * 0 - 1
-        (got, _, total), y = notoken.waitall([receive, send, total], after=y)
+        (got, _, total), y = jaxmpi.waitall([receive, send, total], after=y)
         return got, total, y
 
     got, total, y = f(jnp.full(LARGE, float(rank)))
@@ -366,13 +366,13 @@ def test_two_threads(two_threads):
         for i in range(20):
             x = jax.block_until_ready(jnp.asarray(np.full(1000, 1.0 + part.rank + 100 * number + i)))
             flying = jax.block_until_ready(
-                [notoken.irecv(x, left(part), tag=1, comm=part), notoken.isend(x, right(part), tag=1, comm=part)]
+                [jaxmpi.irecv(x, left(part), tag=1, comm=part), jaxmpi.isend(x, right(part), tag=1, comm=part)]
             )
-            total = jax.block_until_ready(notoken.iallreduce(x, MPI.SUM, comm=part))
-            notoken.barrier(comm=part)
+            total = jax.block_until_ready(jaxmpi.iallreduce(x, MPI.SUM, comm=part))
+            jaxmpi.barrier(comm=part)
             sums = part.size * (1.0 + 100 * number + i) + sum(range(part.size))
-            np.testing.assert_array_equal(notoken.wait(total), sums)
-            np.testing.assert_array_equal(notoken.waitall(flying)[0], 1.0 + left(part) + 100 * number + i)
+            np.testing.assert_array_equal(jaxmpi.wait(total), sums)
+            np.testing.assert_array_equal(jaxmpi.waitall(flying)[0], 1.0 + left(part) + 100 * number + i)
 
     two_threads(work)
 
@@ -382,10 +382,10 @@ def test_communicators(comm, rank, size):
     for _ in range(2):
         other, half = comm.Dup(), comm.Split(rank % 2)
         x = jnp.full(2, float(rank))
-        flying = [(c, notoken.irecv(x, left(c), tag=1, comm=c)) for c in (comm, other, half)]
-        sends = [notoken.isend(x + 100 * i, right(c), tag=1, comm=c) for i, (c, _) in enumerate(flying)]
-        got = [notoken.wait(request) for _, request in flying[::-1]][::-1]
-        notoken.waitall(sends)
+        flying = [(c, jaxmpi.irecv(x, left(c), tag=1, comm=c)) for c in (comm, other, half)]
+        sends = [jaxmpi.isend(x + 100 * i, right(c), tag=1, comm=c) for i, (c, _) in enumerate(flying)]
+        got = [jaxmpi.wait(request) for _, request in flying[::-1]][::-1]
+        jaxmpi.waitall(sends)
         np.testing.assert_array_equal(got[0], float(left(comm)))
         np.testing.assert_array_equal(got[1], 100.0 + left(comm))
         np.testing.assert_array_equal(got[2], 200.0 + 2 * left(half) + rank % 2)
@@ -399,14 +399,14 @@ def test_communicators(comm, rank, size):
 def test_batches_wait_for_what_was_started_outside(comm, rank):
     x, ys = numbers((3,), rank), numbers((4, 3), 9)
     for start, blocking in (
-        (lambda x: notoken.iallreduce(x, MPI.SUM), lambda x: notoken.allreduce(x, MPI.SUM)),
-        (lambda x: notoken.ialltoall(_stack(x, comm)), lambda x: notoken.alltoall(_stack(x, comm))),
-        (lambda x: notoken.ibcast(x, 0), lambda x: notoken.bcast(x, 0)),
+        (lambda x: jaxmpi.iallreduce(x, MPI.SUM), lambda x: jaxmpi.allreduce(x, MPI.SUM)),
+        (lambda x: jaxmpi.ialltoall(_stack(x, comm)), lambda x: jaxmpi.alltoall(_stack(x, comm))),
+        (lambda x: jaxmpi.ibcast(x, 0), lambda x: jaxmpi.bcast(x, 0)),
     ):
         requests, wanted = [start(x), start(x)], blocking(x)
 
         def once(y, request):
-            return jnp.sum(y) + notoken.wait(request)
+            return jnp.sum(y) + jaxmpi.wait(request)
 
         def twice(y, request, once=once):
             return jax.vmap(lambda i: once(i * y, request))(jnp.arange(2.0))[1]
@@ -418,10 +418,10 @@ def test_batches_wait_for_what_was_started_outside(comm, rank):
 
 def test_requests_of_a_batch_leave_together(comm, rank):
     x = numbers((4, 3), rank)
-    flying = jax.vmap(lambda x: notoken.ialltoall(_stack(x, comm)))(x)
+    flying = jax.vmap(lambda x: jaxmpi.ialltoall(_stack(x, comm)))(x)
     with pytest.raises(ValueError, match=r"has left the jax\.vmap"):
-        notoken.wait(flying)
-    same(jax.vmap(notoken.wait)(flying), jax.vmap(lambda x: notoken.alltoall(_stack(x, comm)))(x))
+        jaxmpi.wait(flying)
+    same(jax.vmap(jaxmpi.wait)(flying), jax.vmap(lambda x: jaxmpi.alltoall(_stack(x, comm)))(x))
 
 
 # --- derivatives -----------------------------------------------------------------------------------------------------
@@ -475,17 +475,17 @@ def test_derivatives_of_carries(comm, rank):
     """The carry of a scan holds requests."""
 
     def start(x):
-        return [notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)]
+        return [jaxmpi.irecv(x, left(comm), tag=1), jaxmpi.isend(x, right(comm), tag=1)]
 
     def step(carry, i):
         x, requests = carry
-        y = notoken.waitall(requests)[0]
+        y = jaxmpi.waitall(requests)[0]
         x = jnp.sin(y) * i + x
         return (x, start(x)), jnp.sum(y)
 
     def ours(x):
         (x, requests), ys = lax.scan(step, (x, start(x)), jnp.arange(1.0, 4.0))
-        return jnp.sum(notoken.waitall(requests)[0] ** 2) + jnp.sum(ys)
+        return jnp.sum(jaxmpi.waitall(requests)[0] ** 2) + jnp.sum(ys)
 
     def plain_step(x, i):
         y = blocking_shifted(x, comm)
@@ -504,16 +504,16 @@ def test_derivatives_of_carries(comm, rank):
 @derivatives
 def test_derivatives_across_jit_and_branches(comm, rank):
     x = numbers((3,), rank)
-    start, wait = jax.jit(lambda x: notoken.iallreduce(jnp.sin(x), MPI.PROD)), jax.jit(notoken.wait)
+    start, wait = jax.jit(lambda x: jaxmpi.iallreduce(jnp.sin(x), MPI.PROD)), jax.jit(jaxmpi.wait)
 
     def f(x, first):
-        request = lax.cond(first, start, lambda x: notoken.iallreduce(jnp.sin(2 * x), MPI.PROD), x)
+        request = lax.cond(first, start, lambda x: jaxmpi.iallreduce(jnp.sin(2 * x), MPI.PROD), x)
         return jnp.sum(wait(request) * x)
 
     def both(h):
         return jax.jit(lambda x, given: (h(x, given), jax.hessian(h)(x, given)))
 
-    ours, theirs = both(f), both(lambda x, k: jnp.sum(notoken.allreduce(jnp.sin(k * x), MPI.PROD) * x))
+    ours, theirs = both(f), both(lambda x, k: jnp.sum(jaxmpi.allreduce(jnp.sin(k * x), MPI.PROD) * x))
     for first, factor in ((True, 1.0), (False, 2.0)):
         same(ours(x, first), theirs(x, factor), 1e-12)
 
@@ -591,9 +591,9 @@ def test_traced_ends(cases, comm, rank):
 
     def f(x, ends):
         ends = {**known, **ends}
-        receive = notoken.irecv([x * x, 2 * x * x], ends["source"], tag=ends["recvtag"])
-        send = notoken.isend([x * jnp.sin(x), jnp.cos(x)], ends["dest"], tag=ends["sendtag"])
-        first, second = jax.jit(lambda requests: notoken.waitall(requests)[0])([receive, send])
+        receive = jaxmpi.irecv([x * x, 2 * x * x], ends["source"], tag=ends["recvtag"])
+        send = jaxmpi.isend([x * jnp.sin(x), jnp.cos(x)], ends["dest"], tag=ends["sendtag"])
+        first, second = jax.jit(lambda requests: jaxmpi.waitall(requests)[0])([receive, send])
         return (2 * first + 3 * second) * x
 
     def derivatives(given, every):
@@ -620,9 +620,9 @@ def test_traced_tag_of_no_derivative(tag, comm, rank):
     """Each rank alone: of a tag in the upper half the derivative has none, and a negative one is none."""
 
     def f(x, tag):
-        request = notoken.irecv(x, rank, tag=tag)
-        notoken.wait(notoken.isend(x, rank, tag=tag))
-        return jnp.sum(notoken.wait(request))
+        request = jaxmpi.irecv(x, rank, tag=tag)
+        jaxmpi.wait(jaxmpi.isend(x, rank, tag=tag))
+        return jnp.sum(jaxmpi.wait(request))
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="tag"):
         jax.jit(jax.grad(f))(numbers((3,), rank), tag).block_until_ready()
@@ -651,8 +651,8 @@ def test_several_exchanges_in_flight(comm, rank, size):
 def test_after(jit, comm, rank):
     x = numbers((3,), rank)
     values = (x, {"a": x, "b": [np.arange(3), 2.5, None]}, np.ones(2), 3, jax.random.key(0), ())
-    found = jit(lambda x: [notoken.wait(notoken.iallreduce(x, MPI.SUM), after=given) for given in values])(x)
-    total = notoken.allreduce(x, MPI.SUM)
+    found = jit(lambda x: [jaxmpi.wait(jaxmpi.iallreduce(x, MPI.SUM), after=given) for given in values])(x)
+    total = jaxmpi.allreduce(x, MPI.SUM)
     for given, (y, back) in zip(values, found, strict=True):
         same(y, total, 1e-15)
         assert jax.tree.structure(back) == jax.tree.structure(given)
@@ -660,13 +660,13 @@ def test_after(jit, comm, rank):
 
 
 def test_tokens(comm, rank):
-    token = jaxmpi.barrier()
-    request, token = jaxmpi.irecv(jnp.zeros(2), left(comm), tag=1, token=token)
-    other, token = jaxmpi.isend(jnp.ones(2), right(comm), tag=1, token=token)
-    (y, nothing), token = jaxmpi.waitall([request, other], token=token)
+    token = jaxmpi.tokens.barrier()
+    request, token = jaxmpi.tokens.irecv(jnp.zeros(2), left(comm), tag=1, token=token)
+    other, token = jaxmpi.tokens.isend(jnp.ones(2), right(comm), tag=1, token=token)
+    (y, nothing), token = jaxmpi.tokens.waitall([request, other], token=token)
     assert nothing is None
-    request, token = jaxmpi.ibarrier(token=token)
-    nothing, token = jaxmpi.wait(request, token=token)
+    request, token = jaxmpi.tokens.ibarrier(token=token)
+    nothing, token = jaxmpi.tokens.wait(request, token=token)
     assert nothing is None
     same(y, jnp.ones(2))
 
@@ -675,25 +675,25 @@ def test_tokens(comm, rank):
 
 
 def test_waited_for_twice(comm, rank):
-    request = notoken.iallreduce(jnp.ones(2), MPI.SUM)
-    notoken.wait(request)
-    assert "has been waited for already" in raised(lambda: notoken.wait(request))
-    assert "has been waited for already" in raised(lambda: jax.jit(notoken.wait)(request))
+    request = jaxmpi.iallreduce(jnp.ones(2), MPI.SUM)
+    jaxmpi.wait(request)
+    assert "has been waited for already" in raised(lambda: jaxmpi.wait(request))
+    assert "has been waited for already" in raised(lambda: jax.jit(jaxmpi.wait)(request))
 
 
 def test_no_request(comm, rank):
-    request = notoken.iallreduce(jnp.ones(2), MPI.SUM)
+    request = jaxmpi.iallreduce(jnp.ones(2), MPI.SUM)
     with pytest.raises(TypeError, match=r"wait: a Request is needed, .* got list; several are waited for by waitall"):
-        notoken.wait([request])
+        jaxmpi.wait([request])
     with pytest.raises(TypeError, match=r"waitall: a Request is needed, .* got int"):
-        notoken.waitall([request, 3])
+        jaxmpi.waitall([request, 3])
     with pytest.raises(TypeError, match=r"wait: a Request is needed, .* got \w*Array"):
-        notoken.wait(jnp.ones(2))
+        jaxmpi.wait(jnp.ones(2))
     zeros = jax.tree.map(jnp.zeros_like, request)
-    assert "it was never started" in raised(lambda: notoken.wait(zeros))
+    assert "it was never started" in raised(lambda: jaxmpi.wait(zeros))
     with pytest.raises(TypeError, match="this is not what a start has returned"):
-        notoken.wait(jax.tree.map(lambda x: x.astype(int), request))
-    notoken.wait(request)
+        jaxmpi.wait(jax.tree.map(lambda x: x.astype(int), request))
+    jaxmpi.wait(request)
 
 
 @pytest.mark.ranks(2)
@@ -703,28 +703,28 @@ def test_no_request(comm, rank):
 def test_message_that_does_not_fit(length, early, beside, comm, rank):
     """It is dropped, and the next one is intact. `early`: it has come before the wait; `beside`: more is expected."""
     if rank == 0:
-        request = notoken.isend(jnp.arange(float(length)), 1, tag=1)
-        notoken.send(jnp.arange(4.0), 1, tag=1)
-        notoken.send(jnp.arange(2.0), 1, tag=2)
-        notoken.wait(request)
+        request = jaxmpi.isend(jnp.arange(float(length)), 1, tag=1)
+        jaxmpi.send(jnp.arange(4.0), 1, tag=1)
+        jaxmpi.send(jnp.arange(2.0), 1, tag=2)
+        jaxmpi.wait(request)
         comm.barrier()
         return
     if rank > 1:
         comm.barrier()
         return
-    receive = notoken.irecv(jnp.zeros(4), 0, tag=1)
-    other = notoken.irecv(jnp.zeros(2), 0, tag=2) if beside else None
+    receive = jaxmpi.irecv(jnp.zeros(4), 0, tag=1)
+    other = jaxmpi.irecv(jnp.zeros(2), 0, tag=2) if beside else None
     if early:
         comm.barrier()
-        notoken.barrier(comm=MPI.COMM_SELF)
-    why = raised(lambda: notoken.wait(receive))
+        jaxmpi.barrier(comm=MPI.COMM_SELF)
+    why = raised(lambda: jaxmpi.wait(receive))
     assert ("longer" if length > 4 else "shorter") in why or f"{length}" in why
     assert "irecv" in why
-    same(notoken.recv(jnp.zeros(4), 0, tag=1), jnp.arange(4.0))
+    same(jaxmpi.recv(jnp.zeros(4), 0, tag=1), jnp.arange(4.0))
     if beside:
-        same(notoken.wait(other), jnp.arange(2.0))
+        same(jaxmpi.wait(other), jnp.arange(2.0))
     else:
-        same(notoken.recv(jnp.zeros(2), 0, tag=2), jnp.arange(2.0))
+        same(jaxmpi.recv(jnp.zeros(2), 0, tag=2), jnp.arange(2.0))
     if not early:
         comm.barrier()
 
@@ -741,15 +741,15 @@ def test_never_waited_for(script):
 
         @jax.jit
         def f(x):
-            request = notoken.irecv(x, rank, tag=6)
-            return request, notoken.iallreduce(x, MPI.SUM)
+            request = jaxmpi.irecv(x, rank, tag=6)
+            return request, jaxmpi.iallreduce(x, MPI.SUM)
 
         kept = jax.block_until_ready(f(jnp.ones(3)))
-        notoken.wait(notoken.ibarrier())
+        jaxmpi.wait(jaxmpi.ibarrier())
         print("in flight", _core.requests_in_flight())
         grid = jaxmpi.Grid((size,), (4 * size,), periodic=True)
         grid.start(grid.pad(jnp.ones(4)))
-        notoken.isend([jnp.ones(3), jnp.ones(4)], rank, tag=6)
+        jaxmpi.isend([jnp.ones(3), jnp.ones(4)], rank, tag=6)
 
         def add(x, y, _):
             np.frombuffer(y, np.float32)[:] += np.frombuffer(x, np.float32)
@@ -757,7 +757,7 @@ def test_never_waited_for(script):
 
         op = MPI.Op.Create(add, commute=True)
         time.sleep(0.5 * rank)
-        notoken.iallreduce(jnp.ones(5, jnp.float32), op)
+        jaxmpi.iallreduce(jnp.ones(5, jnp.float32), op)
         """
     )
     done = launch(2, program)
@@ -779,10 +779,10 @@ def test_never_waited_for(script):
 
 
 WAITS = {
-    "each first": lambda rs, ss: ([*map(notoken.wait, rs)], notoken.waitall(ss))[0],
-    "sends first": lambda rs, ss: ([*map(notoken.wait, ss)], notoken.waitall(rs))[1],
-    "at once": lambda rs, ss: notoken.waitall([rs, ss])[0],
-    "sends at once": lambda rs, ss: notoken.waitall([ss, rs])[1],
+    "each first": lambda rs, ss: ([*map(jaxmpi.wait, rs)], jaxmpi.waitall(ss))[0],
+    "sends first": lambda rs, ss: ([*map(jaxmpi.wait, ss)], jaxmpi.waitall(rs))[1],
+    "at once": lambda rs, ss: jaxmpi.waitall([rs, ss])[0],
+    "sends at once": lambda rs, ss: jaxmpi.waitall([ss, rs])[1],
 }
 
 
@@ -794,8 +794,8 @@ def test_messages_alike_have_their_own_derivatives(waits, comm, rank):
         return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
 
     def with_one_tag(x, wait):
-        receives = [notoken.irecv(x, left(comm), tag=1, comm=comm) for _ in range(2)]
-        a, b = wait(receives, [notoken.isend(v, right(comm), tag=1, comm=comm) for v in (x, x * x)])
+        receives = [jaxmpi.irecv(x, left(comm), tag=1, comm=comm) for _ in range(2)]
+        a, b = wait(receives, [jaxmpi.isend(v, right(comm), tag=1, comm=comm) for v in (x, x * x)])
         return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
 
     def derivatives(f, x, t):
@@ -813,8 +813,8 @@ def test_derivatives_of_many_leaves(comm, rank, monkeypatch):
     monkeypatch.setattr("jaxmpi._operations.requests._MOST", 6)
 
     def f(xs):
-        ys, _ = notoken.waitall(
-            [notoken.irecv(xs, left(comm), tag=1, comm=comm), notoken.isend(xs, right(comm), tag=1, comm=comm)]
+        ys, _ = jaxmpi.waitall(
+            [jaxmpi.irecv(xs, left(comm), tag=1, comm=comm), jaxmpi.isend(xs, right(comm), tag=1, comm=comm)]
         )
         return sum(jnp.sum((i + 1) * jnp.sin(y)) for i, y in enumerate(ys))
 
@@ -831,10 +831,10 @@ def test_waits_alone_are_differentiated(operations, comm, rank, size):
     """Of what was started outside of what is differentiated, and does not depend on it."""
     x, w = numbers((4,), rank), jnp.arange(1.0, 5.0)
     grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)  # of 4 elements, with the halo
-    message = lambda x: [notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)]  # noqa: E731
+    message = lambda x: [jaxmpi.irecv(x, left(comm), tag=1), jaxmpi.isend(x, right(comm), tag=1)]  # noqa: E731
     calls = {
-        "messages": (message, lambda q: notoken.waitall(q)[0], lambda x: blocking_shifted(x, comm)),
-        "iallreduce": (lambda x: notoken.iallreduce(x, MPI.SUM), notoken.wait, lambda x: notoken.allreduce(x, MPI.SUM)),
+        "messages": (message, lambda q: jaxmpi.waitall(q)[0], lambda x: blocking_shifted(x, comm)),
+        "iallreduce": (lambda x: jaxmpi.iallreduce(x, MPI.SUM), jaxmpi.wait, lambda x: jaxmpi.allreduce(x, MPI.SUM)),
         "exchange": (grid.start, grid.finish, grid.exchange),
     }
     wraps = {
@@ -875,38 +875,38 @@ def test_other_orders_are_refused_in_reverse_mode(script):
         left, right = (rank - 1) % size, (rank + 1) % size
 
         def message(x):
-            return notoken.irecv(x, left, tag=0, comm=comm)
+            return jaxmpi.irecv(x, left, tag=0, comm=comm)
 
         def both_sent(x):
-            return notoken.isend(x, right, comm=comm), notoken.isend(x * x, right, comm=comm)
+            return jaxmpi.isend(x, right, comm=comm), jaxmpi.isend(x * x, right, comm=comm)
 
         def receives_turned(x):
             a, b, sent = message(x), message(x), both_sent(x)
-            z = notoken.wait(b)
-            y = notoken.wait(a)
-            notoken.waitall(sent)
+            z = jaxmpi.wait(b)
+            y = jaxmpi.wait(a)
+            jaxmpi.waitall(sent)
             return y + 2 * z
 
         def sends_turned(x):
             received, sent = [message(x), message(x)], both_sent(x)
-            notoken.waitall(sent[::-1])
-            y, z = notoken.waitall(received)
+            jaxmpi.waitall(sent[::-1])
+            y, z = jaxmpi.waitall(received)
             return y + 2 * z
 
         def a_blocking_one_between(x):
             a, sent = message(x), both_sent(x)
-            z = notoken.recv(x, left, tag=0, comm=comm)
-            y = notoken.wait(a)
-            notoken.waitall(sent)
+            z = jaxmpi.recv(x, left, tag=0, comm=comm)
+            y = jaxmpi.wait(a)
+            jaxmpi.waitall(sent)
             return y + 2 * z
 
         def turned(start, x):
             a, b = start(x), start(x * x)
-            z = notoken.wait(b)
-            return notoken.wait(a) + 2 * z
+            z = jaxmpi.wait(b)
+            return jaxmpi.wait(a) + 2 * z
 
         def collectives_turned(x):
-            return turned(lambda x: notoken.ibcast(x, 0, comm=comm), x)
+            return turned(lambda x: jaxmpi.ibcast(x, 0, comm=comm), x)
 
         def redistributions_turned(x):
             grid = jaxmpi.Grid((size,), (3 * size,), comm=comm)
@@ -964,16 +964,16 @@ def test_what_is_not_waited_for_is_refused_in_reverse_mode(script):
         left, right = (rank - 1) % size, (rank + 1) % size
 
         def send(x):
-            notoken.isend(x, right, tag=2, comm=comm)
-            return x * notoken.recv(x, left, tag=2, comm=comm)
+            jaxmpi.isend(x, right, tag=2, comm=comm)
+            return x * jaxmpi.recv(x, left, tag=2, comm=comm)
 
         def send_in_checkpoint(x):
-            jax.checkpoint(lambda x: (notoken.isend(x, right, tag=2, comm=comm), x)[1])(x)
-            return x * notoken.recv(x, left, tag=2, comm=comm)
+            jax.checkpoint(lambda x: (jaxmpi.isend(x, right, tag=2, comm=comm), x)[1])(x)
+            return x * jaxmpi.recv(x, left, tag=2, comm=comm)
 
         def receive(x):
-            notoken.irecv(x, left, tag=2, comm=comm)
-            notoken.wait(notoken.isend(x, right, tag=2, comm=comm))
+            jaxmpi.irecv(x, left, tag=2, comm=comm)
+            jaxmpi.wait(jaxmpi.isend(x, right, tag=2, comm=comm))
             return x * x
 
         def halo(x):
@@ -982,25 +982,25 @@ def test_what_is_not_waited_for_is_refused_in_reverse_mode(script):
             return x * x
 
         def sum_of_all(x):
-            notoken.iallreduce(x, MPI.SUM, comm=comm)
+            jaxmpi.iallreduce(x, MPI.SUM, comm=comm)
             return x * x
 
         def broadcast_on_root(x):
-            begun = notoken.ibcast(x, 0, comm=comm)
-            return x if rank == 0 else notoken.wait(begun)
+            begun = jaxmpi.ibcast(x, 0, comm=comm)
+            return x if rank == 0 else jaxmpi.wait(begun)
 
         def start(x):
-            return notoken.iallreduce(x, MPI.SUM, comm=comm)
+            return jaxmpi.iallreduce(x, MPI.SUM, comm=comm)
 
         def branches(p, x):
-            return notoken.wait(lax.cond(p, start, lambda x: start(-x), x))
+            return jaxmpi.wait(lax.cond(p, start, lambda x: start(-x), x))
 
         def loop(p, x):
             first = start(x)
             def step(c):
-                notoken.wait(c[0])
+                jaxmpi.wait(c[0])
                 return start(2 * x), c[1] + 1
-            return notoken.wait(lax.while_loop(lambda c: c[1] < p, step, (first, jnp.zeros((), int)))[0])
+            return jaxmpi.wait(lax.while_loop(lambda c: c[1] < p, step, (first, jnp.zeros((), int)))[0])
 
         for f in (branches, loop):
             comm = MPI.COMM_WORLD.Dup()
@@ -1042,14 +1042,14 @@ def test_this_rank_waits_elsewhere(elements, comm, rank):
     x = numbers((elements,), rank)
     if rank == 0:
         comm.Ssend(np.asarray(x), 1, 5)
-        jax.block_until_ready(notoken.send(x, 1, tag=6, comm=comm))
+        jax.block_until_ready(jaxmpi.send(x, 1, tag=6, comm=comm))
         comm.Barrier()
     elif rank == 1:
-        begun = [notoken.irecv(x, 0, tag=6, comm=comm)]
+        begun = [jaxmpi.irecv(x, 0, tag=6, comm=comm)]
         jax.effects_barrier()
         got = np.empty(elements)
         comm.Recv(got, 0, 5)
         comm.Barrier()
-        np.testing.assert_array_equal(notoken.waitall(begun)[0], got)
+        np.testing.assert_array_equal(jaxmpi.waitall(begun)[0], got)
     else:
         comm.Barrier()

@@ -9,7 +9,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.rows import each, rows
 from support.table import CASES, NEW_JAX, draw
 
@@ -62,13 +61,13 @@ def _families(comm, rank, size):
         **{f"exchange, {b}": lambda x, b=b: grid.exchange(grid.pad(field(x)), boundary=b) for b in (1, "reflect")},
         "start": lambda x: grid.finish(grid.start(grid.pad(field(x)))),
         "redistribute": lambda x: jaxmpi.redistribute(field(x), grid, target),
-        "messages": lambda x: notoken.sendrecv([x, x], [x, x], left, right, sendtag=3, recvtag=3, comm=comm)[1],
+        "messages": lambda x: jaxmpi.sendrecv([x, x], [x, x], left, right, sendtag=3, recvtag=3, comm=comm)[1],
         "index map": lambda x: rows.accumulate(rows.exchange(rows.pad(x))),
         "migrate": lambda x: jaxmpi.migrate(x, owners, rows=4 * size, comm=comm)[0],
         "migrate, counted": lambda x: jaxmpi.migrate(x, jnp.asarray(owners), rows=8, count=jnp.int8(2), comm=comm)[0],
-        "invariant": lambda x: jaxmpi.invariant(notoken.bcast(jaxmpi.replicate(x, comm=comm), 0, comm=comm), comm=comm),
-        **{op: lambda x, op=op: notoken.allreduce(x, getattr(MPI, op), comm=comm) for op in ("MAX", "PROD")},
-        "prefixes": lambda x: notoken.scan(x, MPI.MAX, comm=comm),
+        "invariant": lambda x: jaxmpi.invariant(jaxmpi.bcast(jaxmpi.replicate(x, comm=comm), 0, comm=comm), comm=comm),
+        **{op: lambda x, op=op: jaxmpi.allreduce(x, getattr(MPI, op), comm=comm) for op in ("MAX", "PROD")},
+        "prefixes": lambda x: jaxmpi.scan(x, MPI.MAX, comm=comm),
     }
     return {**dict.fromkeys(transforms.items(), ("float64",)), **dict.fromkeys(others.items(), ("float64", "bfloat16"))}
 
@@ -189,7 +188,7 @@ def test_pytree_of_which_some_leaves_are_mapped(comm, rank, size):
     """What is not mapped is communicated once."""
     tree = {"a": jnp.ones(3) * rank, "b": jnp.arange(6.0).reshape(2, 3), "c": jnp.float32(rank)}
     axes = {"a": None, "b": 0, "c": None}
-    result = jax.vmap(lambda tree: notoken.allreduce(tree, MPI.SUM), in_axes=(axes,), out_axes=axes)(tree)
+    result = jax.vmap(lambda tree: jaxmpi.allreduce(tree, MPI.SUM), in_axes=(axes,), out_axes=axes)(tree)
     total = sum(range(size))
     np.testing.assert_array_equal(result["a"], np.full(3, total))
     np.testing.assert_array_equal(result["b"], size * np.arange(6.0).reshape(2, 3))
@@ -202,43 +201,43 @@ def test_barrier(comm, rank, size, tmp_path):
     if rank == size - 1:
         time.sleep(0.1)
         file.touch()
-    token = jaxmpi.barrier(comm=comm)
+    token = jaxmpi.tokens.barrier(comm=comm)
     jax.effects_barrier()
     assert file.exists()
-    assert token == jaxmpi.Token()
+    assert token == jaxmpi.tokens.Token()
     assert jax.tree.leaves(token) == []
-    assert jax.jit(lambda: jaxmpi.barrier())() == jaxmpi.Token()
+    assert jax.jit(lambda: jaxmpi.barrier())() == jaxmpi.tokens.Token()
 
 
 def test_tokens(size):
     """A token is returned beside the result, any token is accepted and handed back, and it crosses jit and loops."""
     x = jnp.ones(2)
-    for token in (None, jaxmpi.Token(), jax.lax.create_token(), jnp.zeros(0), object()):
-        y, returned = jaxmpi.allreduce(x, MPI.SUM, token=token)
-        assert returned is token or (token is None and isinstance(returned, jaxmpi.Token))
+    for token in (None, jaxmpi.tokens.Token(), jax.lax.create_token(), jnp.zeros(0), object()):
+        y, returned = jaxmpi.tokens.allreduce(x, MPI.SUM, token=token)
+        assert returned is token or (token is None and isinstance(returned, jaxmpi.tokens.Token))
         np.testing.assert_array_equal(y, size * np.ones(2))
 
     @jax.jit
     def f(x, token):
         def body(carry, _):
             x, token = carry
-            x, token = jaxmpi.allreduce(x, MPI.SUM, token=token)
-            token = jaxmpi.barrier(token=token)
+            x, token = jaxmpi.tokens.allreduce(x, MPI.SUM, token=token)
+            token = jaxmpi.tokens.barrier(token=token)
             return (x, token), None
 
         return jax.lax.scan(body, (x, token), None, length=3)[0]
 
-    for token in (jaxmpi.Token(), jnp.zeros(1)):
+    for token in (jaxmpi.tokens.Token(), jnp.zeros(1)):
         y, returned = f(x, token)
         np.testing.assert_array_equal(y, size**3 * np.ones(2))
         assert returned == token
 
 
-def test_notoken_takes_no_token():
+def test_no_operation_takes_a_token():
     for name in ("allgather", "allreduce", "sendrecv", "recv", "barrier"):
-        with pytest.raises(TypeError, match="takes no token"):
-            getattr(notoken, name)(token=None)
-    assert notoken.barrier() is None
+        with pytest.raises(TypeError, match="unexpected keyword argument 'token'"):
+            getattr(jaxmpi, name)(token=None)
+    assert jaxmpi.barrier() is None
 
 
 def test_sub_communicators(comm, rank, size):
@@ -251,7 +250,7 @@ def test_sub_communicators(comm, rank, size):
     results = jax.jit(call)([jnp.asarray(xs[part.rank]) for xs in inputs])
     for (case, root), xs, result in zip(calls, inputs, results, strict=True):
         np.testing.assert_array_equal(result, case.expected(xs, part.rank, root), err_msg=f"{case} {root}")
-    np.testing.assert_array_equal(notoken.allgather(jnp.int32(rank), comm=part), peers)
+    np.testing.assert_array_equal(jaxmpi.allgather(jnp.int32(rank), comm=part), peers)
     jax.effects_barrier()
     part.Free()
 
@@ -261,7 +260,7 @@ def test_communicators_in_turn(comm, size):
     for turn in range(6):
         colour = 0 if turn % 2 else comm.rank
         part = comm.Split(colour, comm.rank)
-        assert notoken.allgather(jnp.ones(2), comm=part).shape == (part.size, 2)
+        assert jaxmpi.allgather(jnp.ones(2), comm=part).shape == (part.size, 2)
         assert part.size == (size if turn % 2 else 1)
         jax.effects_barrier()
         part.Free()
@@ -270,48 +269,48 @@ def test_communicators_in_turn(comm, size):
 def test_default_is_a_clone(comm, rank, size):
     """Messages of the user's own on COMM_WORLD do not meet ours."""
     request = comm.irecv(source=(rank - 1) % size, tag=0)
-    received = notoken.sendrecv(jnp.full(1, rank), jnp.zeros(1, int), (rank - 1) % size, (rank + 1) % size)
+    received = jaxmpi.sendrecv(jnp.full(1, rank), jnp.zeros(1, int), (rank - 1) % size, (rank + 1) % size)
     assert received[0] == (rank - 1) % size
     comm.send("mine", dest=(rank + 1) % size, tag=0)
     assert request.wait() == "mine"
 
 
 def test_numpy_scalars_and_numbers(size, rank):
-    assert notoken.allreduce(3, MPI.SUM) == 3 * size
-    assert notoken.allreduce(2.5, MPI.SUM) == 2.5 * size
-    assert notoken.allreduce(True, MPI.LAND)
-    np.testing.assert_array_equal(notoken.allreduce(np.arange(3), MPI.SUM), size * np.arange(3))
+    assert jaxmpi.allreduce(3, MPI.SUM) == 3 * size
+    assert jaxmpi.allreduce(2.5, MPI.SUM) == 2.5 * size
+    assert jaxmpi.allreduce(True, MPI.LAND)
+    np.testing.assert_array_equal(jaxmpi.allreduce(np.arange(3), MPI.SUM), size * np.arange(3))
     root = np.int16(size - 1)
-    np.testing.assert_array_equal(notoken.bcast(np.full(2, rank), root), np.full(2, size - 1))
-    assert notoken.allreduce([1, 2.0], MPI.SUM) == [size, 2.0 * size]
+    np.testing.assert_array_equal(jaxmpi.bcast(np.full(2, rank), root), np.full(2, size - 1))
+    assert jaxmpi.allreduce([1, 2.0], MPI.SUM) == [size, 2.0 * size]
 
 
 def test_templates_are_not_read(rank, size):
     """NaN in a template changes nothing, a ShapeDtypeStruct is enough."""
     data = jnp.arange(3.0)
     for template in (jnp.full(3, jnp.nan), jax.ShapeDtypeStruct((3,), data.dtype)):
-        np.testing.assert_array_equal(notoken.bcast(data if rank == 0 else template, 0), np.arange(3.0))
+        np.testing.assert_array_equal(jaxmpi.bcast(data if rank == 0 else template, 0), np.arange(3.0))
         stacked = jnp.tile(data, (size, 1))
-        np.testing.assert_array_equal(notoken.scatter(stacked if rank == 0 else template, 0), np.arange(3.0))
-        received = notoken.sendrecv(data + rank, template, (rank - 1) % size, (rank + 1) % size)
+        np.testing.assert_array_equal(jaxmpi.scatter(stacked if rank == 0 else template, 0), np.arange(3.0))
+        received = jaxmpi.sendrecv(data + rank, template, (rank - 1) % size, (rank + 1) % size)
         np.testing.assert_array_equal(received, np.arange(3.0) + (rank - 1) % size)
 
 
 def test_proc_null():
     x = jnp.ones(3)
-    notoken.send(x, MPI.PROC_NULL)
-    np.testing.assert_array_equal(notoken.recv(x, MPI.PROC_NULL), np.zeros(3))
-    np.testing.assert_array_equal(notoken.sendrecv(x, x, MPI.PROC_NULL, MPI.PROC_NULL), np.zeros(3))
+    jaxmpi.send(x, MPI.PROC_NULL)
+    np.testing.assert_array_equal(jaxmpi.recv(x, MPI.PROC_NULL), np.zeros(3))
+    np.testing.assert_array_equal(jaxmpi.sendrecv(x, x, MPI.PROC_NULL, MPI.PROC_NULL), np.zeros(3))
 
 
 @pytest.mark.ranks(2)
 def test_status(rank):
     """Source, tag and count of what came; a message shorter than the template leaves zeros behind it."""
     if rank == 1:
-        notoken.send(jnp.arange(1.0, 3.0), 0, tag=17)
+        jaxmpi.send(jnp.arange(1.0, 3.0), 0, tag=17)
     if rank == 0:
         status = MPI.Status()
-        y = notoken.recv(jnp.full(4, 9.0), MPI.ANY_SOURCE, status=status)
+        y = jaxmpi.recv(jnp.full(4, 9.0), MPI.ANY_SOURCE, status=status)
         assert (status.source, status.tag) == (1, 17)
         assert status.Get_count(MPI.DOUBLE) == 2
         np.testing.assert_array_equal(y, [1, 2, 0, 0])
@@ -320,10 +319,10 @@ def test_status(rank):
 @pytest.mark.ranks(2)
 def test_any_source(rank, size):
     if rank == 0:
-        got = sorted(float(notoken.recv(jnp.zeros(()))) for _ in range(size - 1))
+        got = sorted(float(jaxmpi.recv(jnp.zeros(()))) for _ in range(size - 1))
         assert got == [float(r) for r in range(1, size)]
     else:
-        notoken.send(jnp.float64(rank), 0)
+        jaxmpi.send(jnp.float64(rank), 0)
 
 
 @pytest.mark.ranks(2)
@@ -331,14 +330,14 @@ def test_different_shapes(rank):
     if rank < 2:
         mine = jnp.arange(6.0).reshape(2, 3) if rank == 0 else jnp.arange(4, dtype=jnp.int32)
         other = jnp.zeros(4, jnp.int32) if rank == 0 else jnp.zeros((2, 3))
-        got = notoken.sendrecv(mine, other, 1 - rank, 1 - rank)
+        got = jaxmpi.sendrecv(mine, other, 1 - rank, 1 - rank)
         expected = np.arange(4) if rank == 0 else np.arange(6.0).reshape(2, 3)
         np.testing.assert_array_equal(got, expected)
 
 
 def test_donation(size, rank):
     """A donated operand gives its memory to the result, and the result is right."""
-    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM), donate_argnums=0)
+    f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM), donate_argnums=0)
     x = jnp.arange(1000.0) + rank
     np.testing.assert_array_equal(f(x), size * np.arange(1000.0) + size * (size - 1) / 2)
     assert x.is_deleted()

@@ -14,7 +14,6 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from primitive.test_slices import LENGTH, ROWS, WAYS
 from primitive.test_slices import OPERATIONS as SLICED
 from support.table import CASES
@@ -111,10 +110,10 @@ def test_order(sharding, rank):
     """Calls of different kinds stay in the order of the program."""
 
     def several(x):
-        y = notoken.bcast(x, 0)
-        notoken.barrier()
-        z = notoken.allreduce(jnp.cos(x), MPI.SUM)
-        return notoken.scan(z, MPI.SUM) + y
+        y = jaxmpi.bcast(x, 0)
+        jaxmpi.barrier()
+        z = jaxmpi.allreduce(jnp.cos(x), MPI.SUM)
+        return jaxmpi.scan(z, MPI.SUM) + y
 
     shape = jax.ShapeDtypeStruct((LENGTH,), jnp.float32, sharding=sharding)
     made = jax.jit(several).trace(shape).lower(lowering_platforms=("cuda",)).compile().as_text()

@@ -16,7 +16,6 @@ from jax._src import dispatch
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from jaxmpi._primitive import jit
 from jaxmpi._primitive.effect import EFFECT
 from support.rows import each
@@ -24,10 +23,10 @@ from support.rows import each
 
 def test_control_flow(size):
     def model(x):
-        x = lax.fori_loop(0, 3, lambda i, v: notoken.allreduce(v, MPI.MAX) + 1, notoken.allreduce(x, MPI.SUM))
-        x = lax.while_loop(lambda v: notoken.allreduce(v[0], MPI.MAX) < 100, lambda v: v * 2, x)
-        x = lax.scan(lambda v, k: (notoken.allreduce(v, MPI.MIN) + k, v[0]), x, jnp.arange(4.0))[0]
-        return lax.cond(x[0] > 0, lambda v: notoken.allreduce(v, MPI.SUM), lambda v: v, jax.jit(jnp.sin)(x) + 2)
+        x = lax.fori_loop(0, 3, lambda i, v: jaxmpi.allreduce(v, MPI.MAX) + 1, jaxmpi.allreduce(x, MPI.SUM))
+        x = lax.while_loop(lambda v: jaxmpi.allreduce(v[0], MPI.MAX) < 100, lambda v: v * 2, x)
+        x = lax.scan(lambda v, k: (jaxmpi.allreduce(v, MPI.MIN) + k, v[0]), x, jnp.arange(4.0))[0]
+        return lax.cond(x[0] > 0, lambda v: jaxmpi.allreduce(v, MPI.SUM), lambda v: v, jax.jit(jnp.sin)(x) + 2)
 
     x = jnp.arange(4.0)
     np.testing.assert_array_equal(jaxmpi.jit(model)(x), jax.jit(model)(x))
@@ -41,7 +40,7 @@ def test_arguments(rank, size):
     def f(x, tree, times, scale=2.0, *, name="a"):
         traced.append((times, name))
         for _ in range(times):
-            x = notoken.allreduce(x, MPI.SUM)
+            x = jaxmpi.allreduce(x, MPI.SUM)
         return {"x": x * scale, name: (tree["u"] + 1, None)}
 
     def call(**more):
@@ -62,7 +61,7 @@ def test_arguments(rank, size):
     assert len(traced) == before, "a call like an earlier one is not traced again"
 
     captured = jnp.arange(3.0) + rank
-    g = jaxmpi.jit(lambda n, x: notoken.allreduce(x * n + captured, MPI.SUM), static_argnums=0)
+    g = jaxmpi.jit(lambda n, x: jaxmpi.allreduce(x * n + captured, MPI.SUM), static_argnums=0)
     total = size * np.arange(3.0) + size * (size - 1) / 2
     np.testing.assert_array_equal(g(3, jnp.ones(3)), total + 3 * size)
     with pytest.raises(TypeError):
@@ -72,7 +71,7 @@ def test_arguments(rank, size):
 @jaxmpi.jit
 def plain(x):
     """Its words."""
-    return notoken.allreduce(x, MPI.MAX)
+    return jaxmpi.allreduce(x, MPI.MAX)
 
 
 class Model:
@@ -80,11 +79,11 @@ class Model:
 
     @jaxmpi.jit
     def run(x):
-        return notoken.allreduce(x, MPI.MAX)
+        return jaxmpi.allreduce(x, MPI.MAX)
 
     @jaxmpi.jit(static_argnums=0)
     def method(self, x):
-        return notoken.allreduce(x * self.scale, MPI.MAX)
+        return jaxmpi.allreduce(x * self.scale, MPI.MAX)
 
 
 def test_decorator():
@@ -111,15 +110,15 @@ def test_no_result(rank, size):
     """A function that returns nothing still communicates."""
     right, left = (rank + 1) % size, (rank - 1) % size
     if size > 1:
-        send = jaxmpi.jit(lambda x: notoken.send(x, right, tag=9))
+        send = jaxmpi.jit(lambda x: jaxmpi.send(x, right, tag=9))
         assert send(jnp.full(3, rank)) is None
-        np.testing.assert_array_equal(notoken.recv(jnp.zeros(3, int), left, tag=9), np.full(3, left))
-    assert jaxmpi.jit(lambda x: jaxmpi.barrier())(jnp.ones(1)) == jaxmpi.Token()
+        np.testing.assert_array_equal(jaxmpi.recv(jnp.zeros(3, int), left, tag=9), np.full(3, left))
+    assert jaxmpi.jit(lambda x: jaxmpi.barrier())(jnp.ones(1)) == jaxmpi.tokens.Token()
 
 
 def test_transformed(size):
     """Under another transformation it is jax.jit."""
-    total = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+    total = jaxmpi.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
     x = jnp.arange(3.0)
     np.testing.assert_array_equal(jax.grad(lambda v: jnp.sum(total(v) ** 2))(x), 2 * size * np.arange(3.0))
     np.testing.assert_array_equal(jax.vmap(total)(jnp.ones((2, 3))), np.full((2, 3), float(size)))
@@ -128,7 +127,7 @@ def test_transformed(size):
     np.testing.assert_array_equal(jaxmpi.jit(lambda v: total(total(v)))(x), size**2 * np.arange(3.0))
     with jax.disable_jit():
         np.testing.assert_array_equal(total(x), size * np.arange(3.0))
-        np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM), size * np.arange(3.0))
+        np.testing.assert_array_equal(jaxmpi.allreduce(x, MPI.SUM), size * np.arange(3.0))
 
 
 def test_other_effects(size):
@@ -136,9 +135,9 @@ def test_other_effects(size):
 
     @jaxmpi.jit
     def f(x):
-        y = notoken.allreduce(x, MPI.SUM)
+        y = jaxmpi.allreduce(x, MPI.SUM)
         jax.debug.callback(lambda v: seen.append(float(v)), y[0], ordered=True)
-        return notoken.allreduce(y, MPI.MAX)
+        return jaxmpi.allreduce(y, MPI.MAX)
 
     for i in range(3):
         assert f(jnp.full(2, float(i)))[0] == i * size
@@ -151,7 +150,7 @@ def test_two_threads(two_threads, rank, size):
     def work(part, seed):
         left, right = (rank - 1) % size, (rank + 1) % size
         ways = [jaxmpi.jit, jax.jit, lambda f: f]
-        calls = [way(lambda x: notoken.sendrecv(x, x, left, right, comm=part)) for way in ways]
+        calls = [way(lambda x: jaxmpi.sendrecv(x, x, left, right, comm=part)) for way in ways]
         for i in range(15):
             y = calls[i % 3](jnp.full(3, 1000.0 * seed + 10 * i + rank))
             z = calls[(i + 1) % 3](y)
@@ -169,14 +168,14 @@ def test_error_is_not_kept(way, after, rank, size):
     """A computation that fails after it was dispatched raises where its result is waited for. What comes next is
     executed, so that the other ranks need not wait, and warns."""
     heavy = jax.jit(lambda x: jnp.linalg.matrix_power(jnp.full((700, 700), x[0]) / 700, 9)[0, :3] * 0 + x)
-    total = after(lambda x: notoken.allreduce(x, MPI.SUM))
+    total = after(lambda x: jaxmpi.allreduce(x, MPI.SUM))
     if rank == 0:
-        notoken.send(jnp.ones(10), 1)
+        jaxmpi.send(jnp.ones(10), 1)
     if rank == 1:
         dispatched = []
 
         def fail():
-            dispatched.append(way(lambda x: notoken.recv(x, 0))(heavy(jnp.ones(3))))
+            dispatched.append(way(lambda x: jaxmpi.recv(x, 0))(heavy(jnp.ones(3))))
             jax.block_until_ready(dispatched)
 
         with warnings.catch_warnings(record=True) as caught:
@@ -198,7 +197,7 @@ def test_eager_is_compiled_once(comm, size):
     before = eager_programs()
     for tag in (1, 1, np.int32(1)):
         for _ in range(3):
-            notoken.sendrecv(jnp.ones(3), jnp.ones(3), comm.rank, comm.rank, sendtag=tag, recvtag=tag)
+            jaxmpi.sendrecv(jnp.ones(3), jnp.ones(3), comm.rank, comm.rank, sendtag=tag, recvtag=tag)
     assert eager_programs() == before + 1
 
 
@@ -207,7 +206,7 @@ def test_compile_time_eval(rank, size):
 
     def total():
         jaxmpi.barrier()
-        return notoken.allreduce(jnp.arange(3.0), MPI.SUM)
+        return jaxmpi.allreduce(jnp.arange(3.0), MPI.SUM)
 
     with jax.ensure_compile_time_eval():
         np.testing.assert_array_equal(total(), size * np.arange(3.0))
@@ -227,15 +226,15 @@ def test_compile_time_eval(rank, size):
 def test_barrier_after_error(way, rank, size):
     """An error that was caught does not come back at every `jax.effects_barrier`."""
     if rank == 0:
-        notoken.send(jnp.ones(10), 1)
+        jaxmpi.send(jnp.ones(10), 1)
     if rank == 1:
         with pytest.raises(Exception, match="would be truncated"):
-            jax.block_until_ready(way(lambda x: notoken.recv(x, 0))(jnp.ones(3)))
+            jax.block_until_ready(way(lambda x: jaxmpi.recv(x, 0))(jnp.ones(3)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert notoken.allreduce(1, MPI.SUM) == size
+        assert jaxmpi.allreduce(1, MPI.SUM) == size
     jax.effects_barrier()
-    assert notoken.allreduce(1, MPI.SUM) == size
+    assert jaxmpi.allreduce(1, MPI.SUM) == size
 
 
 def is_in_place(function, x, **options):
@@ -266,7 +265,7 @@ def test_in_place(threshold, monkeypatch, rank, size):
         return jnp.full(3, own)
 
     def sum_of(x):
-        return notoken.allreduce(x, MPI.SUM)
+        return jaxmpi.allreduce(x, MPI.SUM)
 
     constant = given()
     functions = {
@@ -284,8 +283,8 @@ def test_in_place(threshold, monkeypatch, rank, size):
     assert x.is_deleted()
     x = given()
     for operation, expected in (("allreduce", total), ("scan", own * (own + 1) / 2)):
-        np.testing.assert_array_equal(getattr(notoken, operation)(x, MPI.SUM), np.full(3, expected))
-    np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else own))
+        np.testing.assert_array_equal(getattr(jaxmpi, operation)(x, MPI.SUM), np.full(3, expected))
+    np.testing.assert_array_equal(jaxmpi.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else own))
     np.testing.assert_array_equal(x, given())
 
 
@@ -295,7 +294,7 @@ def test_bcast_in_place(monkeypatch, rank):
     monkeypatch.setattr(jit, "_COPY_BYTES", 1)
 
     def of_root(x):
-        return notoken.bcast(x, 0)
+        return jaxmpi.bcast(x, 0)
 
     functions = {
         "argument": (of_root, 1, False),
@@ -321,7 +320,7 @@ def runtime_link():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA executes nothing in the thread that calls for a GPU")
 def test_short_computations_pass_no_link(size):
     """What XLA executes in the thread that calls returns no link, which costs as much as a result. Longer ones do."""
-    short, long = (jaxmpi.jit(lambda x: notoken.allreduce(jnp.sin(x), MPI.SUM)) for _ in range(2))
+    short, long = (jaxmpi.jit(lambda x: jaxmpi.allreduce(jnp.sin(x), MPI.SUM)) for _ in range(2))
     x, y = jnp.ones(3).block_until_ready(), jnp.ones(5000).block_until_ready()
     jaxmpi.barrier()
     before = runtime_link()
@@ -337,7 +336,7 @@ def test_short_computations_pass_no_link(size):
 def test_short_computations_of_what_is_not_ready(size):
     """If operands are still being computed a short computation is waited for, and after some times has a link."""
     heavy = jax.jit(lambda x: jnp.linalg.matrix_power(jnp.full((500, 500), x[0]) / 500, 9)[0, :3] * 0 + x)
-    total = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+    total = jaxmpi.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
     results, links = [], []
     for i in range(12):
         results.append(total(heavy(jnp.full(3, float(i)))))
@@ -357,13 +356,13 @@ def test_mixtures(seed, rank, size):
     heavy = jax.jit(lambda x: jnp.linalg.matrix_power(jnp.full((300, 300), x[0]) / 300, 5)[0, 0] * 0 + x)
 
     def sums(x):
-        return notoken.allreduce(jnp.cos(x), MPI.SUM)
+        return jaxmpi.allreduce(jnp.cos(x), MPI.SUM)
 
     def ring(x):
-        return notoken.sendrecv(x, x, left, right)
+        return jaxmpi.sendrecv(x, x, left, right)
 
     def loop(x):
-        return lax.fori_loop(0, 3, lambda _, v: notoken.sendrecv(v, v, left, right), x)
+        return lax.fori_loop(0, 3, lambda _, v: jaxmpi.sendrecv(v, v, left, right), x)
 
     calls = [[way(f) for way in ways] for f in (sums, ring, loop)]
     results = []
@@ -386,17 +385,17 @@ def test_mixtures(seed, rank, size):
 def test_call_within_a_call(rank, size):
     """A call that is executed while another is traced does not count for that, whose operands are not there yet."""
     heavy = jax.jit(lambda x: jnp.linalg.matrix_power(jnp.full((700, 700), x[0]) / 700, 9)[0, :3] * 0 + x)
-    within = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+    within = jaxmpi.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
     left, right = (rank - 1) % size, (rank + 1) % size
 
     def traced(x):
         with jax.ensure_compile_time_eval():
             known = within(np.float32(2))
-        return notoken.sendrecv(x, x, left, right) + known
+        return jaxmpi.sendrecv(x, x, left, right) + known
 
     for i in range(2):
         first = jaxmpi.jit(lambda x, i=i: traced(x) + i)(heavy(jnp.full(3, float(rank))))
-        second = notoken.sendrecv(jnp.full(3, 10.0 + rank), jnp.zeros(3), left, right)
+        second = jaxmpi.sendrecv(jnp.full(3, 10.0 + rank), jnp.zeros(3), left, right)
         np.testing.assert_allclose(first, left + 2 * size + i)
         np.testing.assert_allclose(second, 10 + left)
 
@@ -408,8 +407,8 @@ def test_error_of_an_operand_is_not_kept(rank, size):
         raise ValueError("no value")
 
     failing = jax.jit(lambda x: jax.pure_callback(fail, x, x))
-    total = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM))
-    alone = jaxmpi.jit(lambda x: notoken.sendrecv(x, x, rank, rank))
+    total = jaxmpi.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))
+    alone = jaxmpi.jit(lambda x: jaxmpi.sendrecv(x, x, rank, rank))
     for elements in (3, 5000):
         for _ in range(3):
             with warnings.catch_warnings():
@@ -428,7 +427,7 @@ def test_functions_are_not_kept(size):
     gone = [weakref.ref(made)]
     del made
     for i in range(3):
-        f = jaxmpi.jit(lambda x, i=i: notoken.allreduce(x, MPI.SUM) + i)
+        f = jaxmpi.jit(lambda x, i=i: jaxmpi.allreduce(x, MPI.SUM) + i)
         assert f(1.0) == size + i
         gone.append(weakref.ref(f))
     del f

@@ -10,7 +10,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from jaxmpi._jax.internals import Unsupported
 from jaxmpi._mpi.communicators import resolve
 from jaxmpi._operations.table import OPERATIONS
@@ -95,7 +94,7 @@ def test_bind_returns_a_list():
 def test_refusals():
     """Users see a NotImplementedError, and receive one from another process."""
     with pytest.raises(NotImplementedError, match="has no derivative") as caught:
-        jax.grad(lambda x: notoken.allreduce(x, MPI.Op.Create(lambda a, b, _: None)))(1.0)
+        jax.grad(lambda x: jaxmpi.allreduce(x, MPI.Op.Create(lambda a, b, _: None)))(1.0)
     assert isinstance(caught.value, Unsupported)
     assert traceback.format_exception_only(caught.value)[0].startswith("NotImplementedError: allreduce cannot be ")
     again = pickle.loads(pickle.dumps(caught.value))
@@ -106,10 +105,10 @@ def test_parameters_in_words():
     """What JAX prints of a program is the same in each run: it says nothing of where objects are."""
 
     def program(x):
-        y = notoken.wait(notoken.isend(x, 0)), notoken.recv(x, 0)
+        y = jaxmpi.wait(jaxmpi.isend(x, 0)), jaxmpi.recv(x, 0)
         own = MPI.Op.Create(lambda a, b, _: None)
-        rows = notoken.allgatherv(x, [1])
-        return y, notoken.allreduce(x, own), notoken.bcast(x, 0), rows, jaxmpi.Grid(1, 1).exchange(x, 0)
+        rows = jaxmpi.allgatherv(x, [1])
+        return y, jaxmpi.allreduce(x, own), jaxmpi.bcast(x, 0), rows, jaxmpi.Grid(1, 1).exchange(x, 0)
 
     text = str(jax.make_jaxpr(program)(jnp.ones(1)))
     assert "call=Rooted(Communicator(rank 0 of 1), root=0)" in text

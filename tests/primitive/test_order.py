@@ -13,7 +13,6 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from jaxmpi._primitive.effect import EFFECT
 from support.rows import each, rows
 
@@ -23,11 +22,11 @@ pair = pytest.mark.ranks(2)
 def swap(x, rank):
     """Ranks 0 and 1 exchange by a blocking pair: any other order than the program's hangs. Large enough for that."""
     if rank == 0:
-        notoken.send(x, 1)
-        return notoken.recv(x, 1)
+        jaxmpi.send(x, 1)
+        return jaxmpi.recv(x, 1)
     if rank == 1:
-        y = notoken.recv(x, 0)
-        notoken.send(x, 0)
+        y = jaxmpi.recv(x, 0)
+        jaxmpi.send(x, 0)
         return y
     return x
 
@@ -79,7 +78,7 @@ def test_condition_of_while(rank, size):
     def count(limit):
         def unfinished(state):
             i, _ = state
-            return notoken.allreduce(jnp.int32(i < limit), MPI.SUM) > 0
+            return jaxmpi.allreduce(jnp.int32(i < limit), MPI.SUM) > 0
 
         return lax.while_loop(unfinished, lambda s: (s[0] + 1, s[1] * 2), (jnp.int32(0), jnp.ones(2)))[0]
 
@@ -97,7 +96,7 @@ def test_dropped_token_and_result(rank):
             jaxmpi.allreduce(x, MPI.SUM)
             return x
         if rank == 1:
-            y, _ = jaxmpi.recv(x, 0)
+            y = jaxmpi.recv(x, 0)
             jaxmpi.allreduce(x, MPI.SUM)
             return y
         jaxmpi.allreduce(x, MPI.SUM)
@@ -117,11 +116,11 @@ def test_loops_in_calls_without_operands(outer, comm, rank, size):
         b = jnp.ones(2)
 
         def step(_, u):
-            total = notoken.allreduce(u, MPI.SUM, comm=comm) / size
+            total = jaxmpi.allreduce(u, MPI.SUM, comm=comm) / size
             return u + (b - 2 * u - 0.5 * total) / 2
 
         u = lax.fori_loop(0, 60, step, b)
-        notoken.allreduce(u, MPI.SUM, comm=comm)
+        jaxmpi.allreduce(u, MPI.SUM, comm=comm)
         return u, jnp.cos(u)
 
     @outer
@@ -133,7 +132,7 @@ def test_loops_in_calls_without_operands(outer, comm, rank, size):
         text = twice.lower(jnp.ones(2)).compile().as_text()
         assert text.count(" while(") == 2, "two loops are stated"
     np.testing.assert_allclose(twice(jnp.ones(2)), 0.4 + np.cos(np.full(2, 0.4)), rtol=1e-6)
-    np.testing.assert_array_equal(notoken.allreduce(jnp.full(1, rank), MPI.SUM, comm=comm), [size * (size - 1) / 2])
+    np.testing.assert_array_equal(jaxmpi.allreduce(jnp.full(1, rank), MPI.SUM, comm=comm), [size * (size - 1) / 2])
 
 
 def test_compiled_ahead(comm, rank, size):
@@ -141,8 +140,8 @@ def test_compiled_ahead(comm, rank, size):
 
     @jax.jit
     def scaled(x, factor):
-        moved = notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=comm)
-        return lax.fori_loop(0, 3, lambda i, x: notoken.allreduce(x, MPI.SUM, comm=comm) / size, factor * moved)
+        moved = jaxmpi.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=comm)
+        return lax.fori_loop(0, 3, lambda i, x: jaxmpi.allreduce(x, MPI.SUM, comm=comm) / size, factor * moved)
 
     slow = jnp.ones((100, 100))
     operands = jnp.arange(5.0) + rank, slow[0, 0]
@@ -152,7 +151,7 @@ def test_compiled_ahead(comm, rank, size):
     for i in range(1, 5):
         factor = jnp.sin(slow @ slow * i).max()  # under way when the program is called
         result = compiled(operands[0], factor)
-        total = notoken.allreduce(jnp.full(5, i), MPI.SUM, comm=comm)  # of the same size
+        total = jaxmpi.allreduce(jnp.full(5, i), MPI.SUM, comm=comm)  # of the same size
         np.testing.assert_allclose(result, factor * mean, rtol=1e-6)
         np.testing.assert_array_equal(total, np.full(5, i * size))
         np.testing.assert_allclose(gradient(operands[0], factor), np.full(5, factor / size**3), rtol=1e-6)

@@ -6,7 +6,6 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support.launch import launch
 
 
@@ -15,10 +14,10 @@ from support.launch import launch
 def test_jet(jit):
     """On every rank, also where its operand is a constant; integers have no derivatives and pass."""
     jet = pytest.importorskip("jax.experimental.jet").jet
-    f = jit(lambda x: jnp.sin(notoken.allreduce(x, MPI.SUM)))
+    f = jit(lambda x: jnp.sin(jaxmpi.allreduce(x, MPI.SUM)))
     with pytest.raises(NotImplementedError, match=r"allreduce.*jet.*jax\.jvp"):
         jet(f, (1.0,), ((1.0, 0.0),))
-    g = jit(lambda x: x * notoken.allreduce(jnp.arange(2), MPI.SUM)[1])
+    g = jit(lambda x: x * jaxmpi.allreduce(jnp.arange(2), MPI.SUM)[1])
     value, _ = jet(g, (1.0,), ((1.0, 0.0),))
     assert float(value) == pytest.approx(MPI.COMM_WORLD.size)
 
@@ -30,7 +29,7 @@ def test_operand_on_two_devices(script):
     program = script("""
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        f = lambda x: notoken.allreduce(x, MPI.SUM)
+        f = lambda x: jaxmpi.allreduce(x, MPI.SUM)
         for spec in (PartitionSpec("i"), PartitionSpec()):
             x = jax.device_put(jnp.arange(4.0), NamedSharding(Mesh(jax.devices(), "i"), spec))
             for call in (f, jaxmpi.jit(f), jax.jit(f), jax.grad(lambda x: jnp.sum(f(x)))):

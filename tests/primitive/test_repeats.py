@@ -10,7 +10,6 @@ from jax.experimental import checkify
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
@@ -34,9 +33,9 @@ def checked(option):
 
 def _in_step(comm=None):
     """The ranks still meet in the same operations: a collective, and a message around the ring."""
-    total = notoken.allreduce(jnp.float32(2.0**RANK), MPI.SUM, comm=comm)
+    total = jaxmpi.allreduce(jnp.float32(2.0**RANK), MPI.SUM, comm=comm)
     assert float(total) == 2**SIZE - 1
-    left = notoken.sendrecv(jnp.int32(RANK), jnp.int32(0), (RANK - 1) % SIZE, (RANK + 1) % SIZE, comm=comm)
+    left = jaxmpi.sendrecv(jnp.int32(RANK), jnp.int32(0), (RANK - 1) % SIZE, (RANK + 1) % SIZE, comm=comm)
     assert int(left) == (RANK - 1) % SIZE
 
 
@@ -52,7 +51,7 @@ def _outcome(f, *args):
 @pytest.mark.parametrize("option", ["jax_debug_nans", "jax_debug_infs"])
 def test_nan_behind_an_operation(kind, option):
     """The NaN of one rank is an error there; nothing is sent again, and the other ranks do not notice."""
-    f = KINDS[kind](lambda x, bad: jnp.log(notoken.allreduce(x, MPI.SUM) - bad))
+    f = KINDS[kind](lambda x, bad: jnp.log(jaxmpi.allreduce(x, MPI.SUM) - bad))
     bad = SIZE + 1.0 if option == "jax_debug_nans" else SIZE
     last = RANK == SIZE - 1
     with checked(option):
@@ -66,7 +65,7 @@ def test_nan_behind_an_operation(kind, option):
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_before_an_operation(kind):
     """The NaN reaches all ranks, which all raise; the rank that made it is told where."""
-    f = KINDS[kind](lambda x, bad: notoken.allreduce(jnp.log(x - bad), MPI.SUM))
+    f = KINDS[kind](lambda x, bad: jaxmpi.allreduce(jnp.log(x - bad), MPI.SUM))
     with checked("jax_debug_nans"):
         if kind == "eager":  # raised before the operation, which the other ranks would wait in
             assert not _outcome(f, jnp.float32(1), jnp.float32(0))
@@ -81,7 +80,7 @@ def test_nan_before_an_operation(kind):
 @pytest.mark.parametrize("jit", ["jax.jit", "jaxmpi.jit"])
 def test_nan_in_a_backward_pass(jit):
     """The gradient of sqrt at 0 is infinite on one rank, times 0 NaN."""
-    inner = KINDS[jit](lambda x: jnp.sum(jnp.sqrt(notoken.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)) * 0))
+    inner = KINDS[jit](lambda x: jnp.sum(jnp.sqrt(jaxmpi.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)) * 0))
     x = jnp.float32([0.0 if RANK == 0 else 1.0, 4.0])
     with checked("jax_debug_nans"):
         for f in (jax.grad(inner), KINDS[jit](jax.grad(inner))):
@@ -93,10 +92,10 @@ def test_checkify_evaluates_a_condition_twice():
     """So one that communicates is refused; other programs are checked, and communicate once."""
 
     def counting(x):
-        return jax.lax.while_loop(lambda c: notoken.allreduce(c, MPI.SUM) < 5.0 * SIZE, lambda c: c + 1, x)
+        return jax.lax.while_loop(lambda c: jaxmpi.allreduce(c, MPI.SUM) < 5.0 * SIZE, lambda c: c + 1, x)
 
     def dividing(x):
-        return jax.lax.while_loop(lambda c: c < 5, lambda c: c + notoken.allreduce(c / c, MPI.SUM), x)
+        return jax.lax.while_loop(lambda c: c < 5, lambda c: c + jaxmpi.allreduce(c / c, MPI.SUM), x)
 
     with pytest.raises(NotImplementedError, match="condition of a while_loop"):
         checkify.checkify(counting, errors=checkify.float_checks)(jnp.float32(1))

@@ -16,7 +16,6 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 WAYS = {"jax.jit": jax.jit, "jaxmpi.jit": jaxmpi.jit, "eager": lambda f: f}
 
@@ -60,7 +59,7 @@ _MISTAKES = {
     "another reduction": lambda on, rank, x, whole: on.allreduce(x, MPI.MAX if rank else MPI.SUM),
     "another root": lambda on, rank, x, whole: on.bcast(x, rank),
     "another number of arrays": lambda on, rank, x, whole: on.allreduce([x, x] if rank else x, MPI.SUM),
-    "a start": lambda on, rank, x, whole: notoken.wait(on.iallreduce(jnp.ones(3 + (rank == 1)), MPI.MAX)),
+    "a start": lambda on, rank, x, whole: jaxmpi.wait(on.iallreduce(jnp.ones(3 + (rank == 1)), MPI.MAX)),
 }
 
 
@@ -68,7 +67,7 @@ def mistakes(world):
     """They raise on all ranks, on communicators of each kind; then the ranks go on together."""
     rank, size, x = world.rank, world.size, jnp.arange(2.0)
     whole = jnp.arange(2.0 * size).reshape(size, 2)
-    bound = [_Bound(notoken, comm) for comm in (None, world, world.Split(0, -rank))]
+    bound = [_Bound(jaxmpi, comm) for comm in (None, world, world.Split(0, -rank))]
     for number, (name, call) in enumerate(_MISTAKES.items()):
         on, way = bound[number % 3], list(WAYS)[number // 3]
         said = _said(lambda call=call, way=way, on=on: WAYS[way](lambda: call(on, rank, x, whole))())
@@ -86,21 +85,21 @@ def value_and_tangent(world):
 
     @f.defjvp
     def rule(primals, tangents):
-        return primals[0], notoken.allreduce(tangents[0], MPI.SUM, comm=world)
+        return primals[0], jaxmpi.allreduce(tangents[0], MPI.SUM, comm=world)
 
     x = jnp.ones(3)
-    y = jax.jvp(f, (x,), (x,))[1] if world.rank else notoken.allreduce(x, MPI.SUM, comm=world)
+    y = jax.jvp(f, (x,), (x,))[1] if world.rank else jaxmpi.allreduce(x, MPI.SUM, comm=world)
     assert (y == world.size).all()
 
 
 def start_before_what_another_waits_for(world):
     x, rank = jnp.ones(3), world.rank
     if rank == 1:
-        notoken.recv(x, 0, comm=world)
-    request = notoken.iallreduce(x, MPI.SUM, comm=world)
+        jaxmpi.recv(x, 0, comm=world)
+    request = jaxmpi.iallreduce(x, MPI.SUM, comm=world)
     if rank == 0:
-        notoken.send(x, 1, comm=world)
-    assert (notoken.wait(request) == world.size).all()
+        jaxmpi.send(x, 1, comm=world)
+    assert (jaxmpi.wait(request) == world.size).all()
 
 
 def threads_in_any_order(world):
@@ -112,7 +111,7 @@ def threads_in_any_order(world):
             begun.wait()
         begun.set()
         for k in range(20):
-            y = notoken.allgather(jnp.full(2 + i, rank + k), comm=comms[i])
+            y = jaxmpi.allgather(jnp.full(2 + i, rank + k), comm=comms[i])
             assert (y[:, 0] == jnp.arange(size) + k).all()
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -122,13 +121,13 @@ def threads_in_any_order(world):
 def freed_communicators(world):
     for _ in range(8):
         comm = world.Split(world.rank % 2, world.rank)
-        assert notoken.allreduce(jnp.float32(1), MPI.SUM, comm=comm) == comm.size
+        assert jaxmpi.allreduce(jnp.float32(1), MPI.SUM, comm=comm) == comm.size
         comm.Free()
 
 
 def more_calls_than_are_compared(world):
     def step(i, total):
-        return total + notoken.allreduce(jnp.float32(1), MPI.SUM, comm=world)
+        return total + jaxmpi.allreduce(jnp.float32(1), MPI.SUM, comm=world)
 
     assert jaxmpi.jit(lambda: jax.lax.fori_loop(0, 1100, step, jnp.float32(0)))() == 1100 * world.size
 
@@ -144,10 +143,10 @@ def start_and_call(world):
     x, row = jnp.arange(4.0) + rank, jnp.ones(size)
     for name, (blocks, starts) in {
         "grid": (grid.exchange, lambda x: grid.finish(grid.start(x))),
-        "map": (lambda x: mesh.exchange(x[:3]), lambda x: notoken.wait(mesh.start(x[:3]))),
+        "map": (lambda x: mesh.exchange(x[:3]), lambda x: jaxmpi.wait(mesh.start(x[:3]))),
         "redistribute": (
             lambda x: jaxmpi.redistribute(x[:2, None] * row, rows, columns),
-            lambda x: notoken.wait(jaxmpi.iredistribute(x[:2, None] * row, rows, columns)),
+            lambda x: jaxmpi.wait(jaxmpi.iredistribute(x[:2, None] * row, rows, columns)),
         ),
     }.items():
         value, pull = jax.vjp(blocks, x)
@@ -205,7 +204,7 @@ def _sum(on):
 
 def differing(world):
     """Ranks that do not do the same raise on all of them, with both; then they go on together."""
-    on, rank, x = _Bound(notoken, world), world.rank, jnp.ones(3)
+    on, rank, x = _Bound(jaxmpi, world), world.rank, jnp.ones(3)
     for number, (name, (call, texts)) in enumerate(_DIFFERING.items()):
         way = list(WAYS)[number % len(WAYS)]
         said = _said(lambda call=call, way=way: WAYS[way](lambda: call(on, rank, x))())
@@ -222,17 +221,17 @@ def lines_of_calls(world):
 
     @jaxmpi.jit
     def total(x):
-        return notoken.allreduce(x, MPI.SUM, comm=world)  # total
+        return jaxmpi.allreduce(x, MPI.SUM, comm=world)  # total
 
     @jaxmpi.jit
     def step(x):
-        return notoken.bcast(x, 0, comm=world)  # step
+        return jaxmpi.bcast(x, 0, comm=world)  # step
 
     def most(x):
-        return notoken.scan(x, MPI.MAX, comm=world)  # most
+        return jaxmpi.scan(x, MPI.MAX, comm=world)  # most
 
     def everyone(x):
-        return notoken.allgather(x, comm=world)  # everyone
+        return jaxmpi.allgather(x, comm=world)  # everyone
 
     for functions, within, texts in (
         ((total, step), "lines_of_calls.<locals>.", ("allreduce SUM of 3 float32", "bcast from root 0 of 3 float32")),
@@ -251,7 +250,7 @@ def messages(world):
     """A message of another dtype than the template's raises on the rank that receives, with the line of the one that
     sent. Messages that fit arrive, and those from and to mpi4py, also in derivatives."""
     rank, other, x, status = world.rank, 1 - world.rank, jnp.arange(4.0) + world.rank, MPI.Status()
-    on = _Bound(notoken, world)
+    on = _Bound(jaxmpi, world)
     if rank == 0:
         on.send(x, 1, tag=3)  # sent
         on.send(x, 1, tag=4)
@@ -283,7 +282,7 @@ def cotangents(world):
     rank = world.rank
 
     def loss(x, wrong):
-        total = notoken.allreduce(jnp.sin(x), MPI.SUM, comm=world)  # summed
+        total = jaxmpi.allreduce(jnp.sin(x), MPI.SUM, comm=world)  # summed
         return jnp.sum(total * (1.0 + rank if wrong else 2.0))
 
     gradient = jaxmpi.jit(jax.grad(loss), static_argnums=1)
@@ -292,7 +291,7 @@ def cotangents(world):
     told = "differs from that of rank 0" in said and f"{_line('summed')} (loss)" in said
     assert told if rank else said == "nothing", said
     world.Barrier()
-    pull = jax.vjp(lambda x: notoken.allreduce(x, MPI.SUM, comm=world), jnp.ones(2))[1]
+    pull = jax.vjp(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=world), jnp.ones(2))[1]
     for first in (jnp.inf, jnp.nan):
         for second, differs in ((1 + rank * 1e-7, False), (1.0 + rank, rank > 0)):
             said = _said(lambda first=first, second=second: pull(jnp.asarray([first, second])))
@@ -305,7 +304,7 @@ def invariant(world):
     rank = world.rank
 
     def loss(x, wrong=0.0):
-        everyone = notoken.allgather(x, comm=world) * (1.0 + rank * wrong)
+        everyone = jaxmpi.allgather(x, comm=world) * (1.0 + rank * wrong)
         return jnp.sum(jaxmpi.invariant(everyone, comm=world) ** 2)  # invariant
 
     x = jnp.ones(3) + rank
@@ -318,7 +317,7 @@ def invariant(world):
 def equal_collectives(world):
     """Nothing is said of ranks that do the same, in loops and derivatives, and on a communicator beside."""
     rank, half = world.rank, world.Split(0, -world.rank)
-    on, beside = _Bound(notoken, world), _Bound(notoken, half)
+    on, beside = _Bound(jaxmpi, world), _Bound(jaxmpi, half)
     x = jnp.arange(3.0) + rank + 1
 
     def step(carry, _):
@@ -341,13 +340,13 @@ def equal_collectives(world):
 
 def keys_of_other_implementations(world):
     """Words that are as many as those of another implementation are not taken for such keys."""
-    rank, on = world.rank, _Bound(notoken, world)
+    rank, on = world.rank, _Bound(jaxmpi, world)
     key = jax.random.key(0, impl="rbg")
     other = jax.random.key(0, impl="unsafe_rbg") if rank else key
     for name, call in {
         "allgather": on.allgather,
         "scatterv": lambda x: on.scatterv(jnp.stack([x] * (1 if rank else 2)), [1, 1], 0),
-        "ibcast": lambda x: notoken.wait(on.ibcast(x, 0)),
+        "ibcast": lambda x: jaxmpi.wait(on.ibcast(x, 0)),
     }.items():
         jax.block_until_ready(call(key))
         said = _said(lambda call=call: call(other))
@@ -358,7 +357,7 @@ def keys_of_other_implementations(world):
 
 def leaves_of_other_dtypes(world):
     """Of several errors of one message the first is raised, and the next message is intact."""
-    rank, other, on = world.rank, 1 - world.rank, _Bound(notoken, world)
+    rank, other, on = world.rank, 1 - world.rank, _Bound(jaxmpi, world)
     xs = (jnp.ones(3, jnp.float32), jnp.ones(2, jnp.int32), jnp.full(4, 5, jnp.int32))
     template = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
     wrong = (template[0], jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32))
@@ -376,21 +375,21 @@ def leaves_of_other_dtypes(world):
 def starts(world):
     """Starts that wait to be compared let messages pass. A message of another dtype is refused, and the next one is
     intact."""
-    on, x = _Bound(notoken, world), jnp.ones(4000)
+    on, x = _Bound(jaxmpi, world), jnp.ones(4000)
     if world.rank == 0:
         on.send(x, 1)
         total = on.iallreduce(x, MPI.SUM)
     else:
         received = on.irecv(x, 0)
         total = on.iallreduce(x, MPI.SUM)
-        jax.block_until_ready(notoken.wait(received))
-    assert notoken.wait(total)[0] == 2
+        jax.block_until_ready(jaxmpi.wait(received))
+    assert jaxmpi.wait(total)[0] == 2
     if world.rank == 0:
         on.send(jnp.arange(4, dtype=jnp.int32), 1, tag=1)
         on.send(jnp.arange(4, dtype=jnp.float32), 1, tag=1)
     else:
         request = on.irecv(jnp.zeros(4), 0, tag=1)
-        said = _said(lambda: notoken.wait(request))
+        said = _said(lambda: jaxmpi.wait(request))
         assert "irecv" in said, said
         assert "int32" in said, said
         np.testing.assert_array_equal(on.recv(jnp.zeros(4), 0, tag=1), np.arange(4.0))
@@ -409,17 +408,17 @@ def memory_that_nobody_wrote(world):
     """MPI lets a rank expect more of a scatter than it gets, and says nothing."""
     whole = jnp.arange(4.0 * world.size).reshape(world.size, 4)
     if world.rank == 0:
-        np.testing.assert_array_equal(notoken.scatter(whole, 0, comm=world), whole[0])
+        np.testing.assert_array_equal(jaxmpi.scatter(whole, 0, comm=world), whole[0])
     else:
-        said = _said(lambda: notoken.scatter(whole, 0, comm=world))
+        said = _said(lambda: jaxmpi.scatter(whole, 0, comm=world))
         assert "jaxmpi.scatter on rank 1 of 2: rank 0 has passed fewer than the 8 float32" in said, said
 
 
 def serialized(world):
     """At MPI_THREAD_SERIALIZED everything works, one operation at a time."""
     assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
-    step = jaxmpi.jit(lambda x: notoken.sendrecv(x, x, 1 - world.rank, 1 - world.rank, comm=world))
-    assert (step(notoken.allreduce(jnp.ones(2), MPI.SUM, comm=world)) == 2).all()
+    step = jaxmpi.jit(lambda x: jaxmpi.sendrecv(x, x, 1 - world.rank, 1 - world.rank, comm=world))
+    assert (step(jaxmpi.allreduce(jnp.ones(2), MPI.SUM, comm=world)) == 2).all()
 
 
 NEVER = [memory_that_nobody_wrote, serialized]
@@ -439,12 +438,12 @@ def ranks_that_use_mpi4py_in_turns(world):
         y = np.zeros_like(x)
         expected = np.repeat(np.arange(1, size + 1, dtype=np.float32)[:, None], 2, 1)
         if kind == "allreduce":
-            y = world.Allreduce(x, y) or y if by_mpi4py else notoken.allreduce(x, MPI.SUM, comm=world)
+            y = world.Allreduce(x, y) or y if by_mpi4py else jaxmpi.allreduce(x, MPI.SUM, comm=world)
             expected = np.full_like(x, size * (size + 1) // 2)
         elif by_mpi4py:
             world.Allgather(x[0], y) if kind == "allgather" else world.Alltoall(x, y)
         else:
-            y = notoken.allgather(x[0], comm=world) if kind == "allgather" else notoken.alltoall(x, comm=world)
+            y = jaxmpi.allgather(x[0], comm=world) if kind == "allgather" else jaxmpi.alltoall(x, comm=world)
         assert (np.asarray(y) == expected).all(), kind
 
 

@@ -134,7 +134,7 @@ class Run(Deaths):
         self.number += 1
         if self.number % ROUND:
             return False
-        return bool(jaxmpi.notoken.allreduce(np.float32(over), MPI.MAX, comm=self.runner.comm) > 0)
+        return bool(jaxmpi.allreduce(np.float32(over), MPI.MAX, comm=self.runner.comm) > 0)
 
     def recover(self):
         begin, Doing.what = time.monotonic(), "recovery"

@@ -6,7 +6,6 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
@@ -16,14 +15,14 @@ x = jnp.arange(5.0) + rank
 
 @jaxmpi.jit
 def norm(x):
-    return jnp.sum(notoken.allreduce(jnp.sin(x), MPI.SUM) ** 2)
+    return jnp.sum(jaxmpi.allreduce(jnp.sin(x), MPI.SUM) ** 2)
 
 
 @jaxmpi.jit
 def ring(x):
-    receive = notoken.irecv(x, left)
-    send = notoken.isend(x * 2, right)
-    return notoken.waitall([receive, send])[0]
+    receive = jaxmpi.irecv(x, left)
+    send = jaxmpi.isend(x * 2, right)
+    return jaxmpi.waitall([receive, send])[0]
 
 
 total = sum(np.sin(np.arange(5.0) + r) for r in range(size))

@@ -15,7 +15,6 @@ from jax._src.lib import xla_client
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL_EXAMPLES = ("global_sum", "send_recv", "scatter_grad")
@@ -54,9 +53,9 @@ def devices_of_two_platforms(world):
 def _several_devices(world, first, second):
     """Operands on either of two devices of this process: results lie there too, as with jax.jit."""
     rank, size = world.rank, world.size
-    f = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=world) + 1)
-    g = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=world) + 1)
-    for call in (f, lambda x: notoken.allreduce(x, MPI.SUM, comm=world), lambda x: f(g(x))):
+    f = jaxmpi.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=world) + 1)
+    g = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=world) + 1)
+    for call in (f, lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=world), lambda x: f(g(x))):
         for device in (second, first, None, second, None):
             x = jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)
             for _ in range(3):
@@ -70,7 +69,7 @@ def _several_devices(world, first, second):
         return jnp.linalg.matrix_power(jnp.full((300, 300), x[0]) / 300, 9)[0, :3] * 0 + x
 
     def passed(g):
-        return jaxmpi.jit(lambda x: notoken.sendrecv(g(x), x, (rank - 1) % size, (rank + 1) % size, comm=world))
+        return jaxmpi.jit(lambda x: jaxmpi.sendrecv(g(x), x, (rank - 1) % size, (rank + 1) % size, comm=world))
 
     functions, draw = [passed(g) for g in (long, lambda x: x)], np.random.default_rng(rank)
     results = [

@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 import deaths
 import jaxmpi
-from jaxmpi import notoken
 
 WORLD = MPI.COMM_WORLD
 
@@ -110,7 +109,7 @@ class Run(deaths.Deaths):
         self.saves += 1
         deaths.Doing.what = "step"
         halos = self.grid.exchange(jnp.ones([size + 2 for size in self.grid.local_shape]))
-        return float(notoken.allreduce(halos[0, 0] * 0 + over, MPI.MAX, comm=self.comm)) > 0
+        return float(jaxmpi.allreduce(halos[0, 0] * 0 + over, MPI.MAX, comm=self.comm)) > 0
 
     def recover(self):
         deaths.Doing.what = "recovery"

@@ -12,19 +12,20 @@ from mpi4py import MPI
 from typing_extensions import assert_type
 
 import jaxmpi
-from jaxmpi import Token, io, notoken
+from jaxmpi import io, tokens
 from jaxmpi.testing import check_grads
+from jaxmpi.tokens import Token
 
 x = jnp.ones(3)
 
 # Operations, of each kind one: test_signatures compares those with tokens with those without.
 
-assert_type(jaxmpi.allreduce(x, op=MPI.SUM, comm=MPI.COMM_SELF, token=None), tuple[Any, Token])
-assert_type(jaxmpi.barrier(), Token)
-assert_type(jaxmpi.reduce_scatter({"a": x}, MPI.SUM, counts=[3]), tuple[Any, Token])
-assert_type(jaxmpi.send(x, 1, tag=2), Token)
-assert_type(jaxmpi.sendrecv(x, x, 0, 1, sendtag=1, recvtag=2, status=MPI.Status()), tuple[Any, Token])
-assert_type(jaxmpi.wait(jaxmpi.isend(x, 1)[0], after=x), tuple[Any, Token])
+assert_type(tokens.allreduce(x, op=MPI.SUM, comm=MPI.COMM_SELF, token=None), tuple[Any, Token])
+assert_type(tokens.barrier(), Token)
+assert_type(tokens.reduce_scatter({"a": x}, MPI.SUM, counts=[3]), tuple[Any, Token])
+assert_type(tokens.send(x, 1, tag=2), Token)
+assert_type(tokens.sendrecv(x, x, 0, 1, sendtag=1, recvtag=2, status=MPI.Status()), tuple[Any, Token])
+assert_type(tokens.wait(tokens.isend(x, 1)[0], after=x), tuple[Any, Token])
 assert_type(jaxmpi.Grid((2, 0), (8, (3, 5)), periodic=True, comm=MPI.COMM_SELF).local_shape, tuple[int, ...])
 jaxmpi.Grid(4, 8).exchange({"u": x}, [(1, 2)], boundary={"u": "edge"})
 assert_type(jaxmpi.IndexMap([0, 2], x, comm=MPI.COMM_SELF).sizes, tuple[int, int])
@@ -43,33 +44,33 @@ io.save(x, "state")  # error
 io.checkpoint("states", x, 3)  # error
 jaxmpi.migrate(x)  # error
 jaxmpi.migrate(x, x, 5)  # error
-jaxmpi.allreduce()  # error
-jaxmpi.allreduce(x, "sum")  # error
-jaxmpi.allreduce(x, MPI.SUM, MPI.COMM_SELF)  # error
-jaxmpi.sendrecv(x, x, 0, 1, tag=1)  # error
-jaxmpi.wait()  # error
+tokens.allreduce()  # error
+tokens.allreduce(x, "sum")  # error
+tokens.allreduce(x, MPI.SUM, MPI.COMM_SELF)  # error
+tokens.sendrecv(x, x, 0, 1, tag=1)  # error
+tokens.wait()  # error
 jaxmpi.compat.install_as_jpi(api="token")  # error
 jaxmpi.allreduced(x)  # error
-assert_type(notoken.allgatherv(x, [3]), Any)
-assert_type(notoken.allgatherv(x, x.size, rows=3, comm=MPI.COMM_SELF), Any)
-assert_type(notoken.alltoallv(x, jnp.array([3]), rows=3), Any)
-assert_type(notoken.recv(x, 1, tag=2, status=None), Any)
-assert_type(notoken.scatterv(x, None, root=0, rows=3), Any)
-assert_type(notoken.neighbor_alltoall(x, comm=MPI.COMM_SELF), Any)
-assert_type(notoken.wait(notoken.isend(x, 1), after={"a": x}), Any)
-assert_type(notoken.waitall({"a": notoken.ibarrier()}), Any)
-assert_type(notoken.has_sycl_support(), bool)
-notoken.barrier(comm=MPI.COMM_SELF)
-notoken.barrier().wait()  # error
-notoken.send(x, 1).wait()  # error
-notoken.alltoall(x, MPI.COMM_SELF)  # error
-notoken.bcast(x)  # error
-notoken.gather(x, 0, 1)  # error
-notoken.reduce(x, 0, MPI.SUM)  # error
-notoken.scatter(x, "0")  # error
-notoken.scatterv(x, [3], 0, rows="3")  # error
-notoken.allreduce(x, MPI.SUM, token=None)  # error
-notoken.allreduced(x)  # error
+assert_type(jaxmpi.allgatherv(x, [3]), Any)
+assert_type(jaxmpi.allgatherv(x, x.size, rows=3, comm=MPI.COMM_SELF), Any)
+assert_type(jaxmpi.alltoallv(x, jnp.array([3]), rows=3), Any)
+assert_type(jaxmpi.recv(x, 1, tag=2, status=None), Any)
+assert_type(jaxmpi.scatterv(x, None, root=0, rows=3), Any)
+assert_type(jaxmpi.neighbor_alltoall(x, comm=MPI.COMM_SELF), Any)
+assert_type(jaxmpi.wait(jaxmpi.isend(x, 1), after={"a": x}), Any)
+assert_type(jaxmpi.waitall({"a": jaxmpi.ibarrier()}), Any)
+assert_type(jaxmpi.has_sycl_support(), bool)
+jaxmpi.barrier(comm=MPI.COMM_SELF)
+jaxmpi.barrier().wait()  # error
+jaxmpi.send(x, 1).wait()  # error
+jaxmpi.alltoall(x, MPI.COMM_SELF)  # error
+jaxmpi.bcast(x)  # error
+jaxmpi.gather(x, 0, 1)  # error
+jaxmpi.reduce(x, 0, MPI.SUM)  # error
+jaxmpi.scatter(x, "0")  # error
+jaxmpi.scatterv(x, [3], 0, rows="3")  # error
+jaxmpi.allreduce(x, MPI.SUM, token=None)  # error
+jaxmpi.allreduced(x)  # error
 
 # Tests of gradients.
 
@@ -90,7 +91,7 @@ class State(NamedTuple):
 
 @jaxmpi.jit
 def step(state: State, dt: float = 1.0) -> State:
-    return State(notoken.allreduce(state.height * dt, MPI.SUM), state.steps + 1)
+    return State(jaxmpi.allreduce(state.height * dt, MPI.SUM), state.steps + 1)
 
 
 @jaxmpi.jit(static_argnames="n", donate_argnums=(0,))
@@ -105,7 +106,7 @@ def partial_power(x: jax.Array, n: int) -> jax.Array:
 
 @jaxmpi.jit
 def plain(x, scale=1):
-    return notoken.allgather(x * scale)
+    return jaxmpi.allgather(x * scale)
 
 
 def same(values: Callable[[jax.Array, int], jax.Array]) -> None: ...

@@ -336,7 +336,7 @@ def test_both_kinds():
 
     @jaxmpi.jit
     def messages(x):
-        return jaxmpi.notoken.allreduce(x, MPI.SUM), jaxmpi.notoken.allgather(x)
+        return jaxmpi.allreduce(x, MPI.SUM), jaxmpi.allgather(x)
 
     for i in range(20):
         x = np.full(2, RANK + i, np.float32)
@@ -366,7 +366,7 @@ def test_blocks_of_a_grid(dims, shape):
     doubled = jax.jit(lambda x: 2 * x + x.sum())(array)
     (back,) = grid.from_sharded([doubled])
     np.testing.assert_array_equal(back, (2 * whole + whole.sum())[(..., *grid.slices)])
-    np.testing.assert_array_equal(jaxmpi.notoken.allreduce(back, MPI.SUM).sum(), (2 * whole + whole.sum()).sum())
+    np.testing.assert_array_equal(jaxmpi.allreduce(back, MPI.SUM).sum(), (2 * whole + whole.sum()).sum())
     front = jnp.moveaxis(block, 0, -1)
     check(grid.to_sharded(front, ("a", "b"), axes=(0, 1)), np.moveaxis(whole, 0, -1))
     keys = jax.random.split(jax.random.key(SIZE), grid.local_shape)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import notoken
+import jaxmpi
 from support.rows import each
 from support.table import NEW_JAX
 
@@ -131,12 +131,12 @@ def check(f, x, comm, rtol=1e-12, ways=(jax.jit,)):
 def between_ranks(rank, size):
     """Each operation of an array (size, ...) in which what other ranks pass matters to this one, or the reverse."""
     return {
-        "allgather": notoken.allgather,
-        "alltoall": notoken.alltoall,
-        "bcast": lambda x: notoken.bcast(x, 0),
-        "gather": lambda x: notoken.gather(x, size - 1),
-        "reduce": lambda x: notoken.reduce(x, MPI.SUM, size - 1),
-        "scan": lambda x: notoken.scan(x, MPI.SUM),
-        "scatter": lambda x: notoken.scatter(x if rank == 0 else x[0], 0),
-        "sendrecv": lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
+        "allgather": jaxmpi.allgather,
+        "alltoall": jaxmpi.alltoall,
+        "bcast": lambda x: jaxmpi.bcast(x, 0),
+        "gather": lambda x: jaxmpi.gather(x, size - 1),
+        "reduce": lambda x: jaxmpi.reduce(x, MPI.SUM, size - 1),
+        "scan": lambda x: jaxmpi.scan(x, MPI.SUM),
+        "scatter": lambda x: jaxmpi.scatter(x if rank == 0 else x[0], 0),
+        "sendrecv": lambda x: jaxmpi.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
     }

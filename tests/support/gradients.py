@@ -15,7 +15,6 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 
 LENGTH = 3
 INVARIANT, VARYING = ("p", "q"), ("x", "y")
@@ -34,7 +33,7 @@ def step(a, b, total):
 
 def loop(a, b):
     def advance(a, _):
-        total = jaxmpi.replicate(notoken.allreduce(a * b, MPI.SUM))
+        total = jaxmpi.replicate(jaxmpi.allreduce(a * b, MPI.SUM))
         return step(a, b, total), None
 
     return jax.lax.scan(advance, a, None, length=2)[0]
@@ -50,14 +49,14 @@ LOCAL = {
 """What each rank computes alone: its text, and itself."""
 
 REDUCED = {
-    "notoken.allreduce({}, MPI.SUM) / size": lambda xs: sum(xs) / len(xs),
-    "notoken.allreduce({}, MPI.MAX)": lambda xs: jnp.max(jnp.stack(xs), 0),
+    "jaxmpi.allreduce({}, MPI.SUM) / size": lambda xs: sum(xs) / len(xs),
+    "jaxmpi.allreduce({}, MPI.MAX)": lambda xs: jnp.max(jnp.stack(xs), 0),
 }
 """What makes an invariant value: with the witness on the values of all ranks."""
 
 SENT = {
-    "rows(notoken.allgather({}))": lambda xs: rows(jnp.stack(xs)),
-    "notoken.bcast({}, size - 1)": lambda xs: xs[-1],
+    "rows(jaxmpi.allgather({}))": lambda xs: rows(jnp.stack(xs)),
+    "jaxmpi.bcast({}, size - 1)": lambda xs: xs[-1],
 }
 """What makes a varying value that is the same on all ranks."""
 
@@ -70,9 +69,9 @@ def _loop(xs, ys):
 
 
 EXCHANGED = {
-    "notoken.sendrecv({0}, {0}, (rank - 1) % size, (rank + 1) % size)": lambda xs: [xs[-1], *xs[:-1]],
-    "notoken.scan({}, MPI.SUM) / size": lambda xs: [sum(xs[: r + 1]) / len(xs) for r in range(len(xs))],
-    "rows(notoken.alltoall(jnp.outer(WEIGHTS[:size], {})))": lambda xs: [
+    "jaxmpi.sendrecv({0}, {0}, (rank - 1) % size, (rank + 1) % size)": lambda xs: [xs[-1], *xs[:-1]],
+    "jaxmpi.scan({}, MPI.SUM) / size": lambda xs: [sum(xs[: r + 1]) / len(xs) for r in range(len(xs))],
+    "rows(jaxmpi.alltoall(jnp.outer(WEIGHTS[:size], {})))": lambda xs: [
         w * rows(jnp.stack(xs)) for w in WEIGHTS[: len(xs)]
     ],
     "(0.5 + rank) * {}": lambda xs: [(0.5 + r) * x for r, x in enumerate(xs)],
@@ -123,7 +122,7 @@ class Program:
         lines = [
             f"def f({', '.join((*INVARIANT, *VARYING))}):",
             *map(str, self.statements),
-            f"return notoken.allreduce(jnp.sum({' + '.join(varying)}), MPI.SUM) + jnp.sum({' + '.join(invariant)})",
+            f"return jaxmpi.allreduce(jnp.sum({' + '.join(varying)}), MPI.SUM) + jnp.sum({' + '.join(invariant)})",
         ]
         return "\n    ".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import notoken
+import jaxmpi
 
 NEW_JAX = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
 """Whether JAX keeps in derivatives what has no result that is used."""
@@ -104,7 +104,7 @@ def _zeros(x):
 
 
 def _exchange(x, comm, root):
-    return notoken.sendrecv(x, _zeros(x), _left(comm), _right(comm), sendtag=3, recvtag=3, comm=comm)
+    return jaxmpi.sendrecv(x, _zeros(x), _left(comm), _right(comm), sendtag=3, recvtag=3, comm=comm)
 
 
 def _send_recv(x, comm, root):
@@ -113,13 +113,13 @@ def _send_recv(x, comm, root):
     The template is x itself: a message is received as a batch where the template is one.
     """
     if comm.size == 1:
-        notoken.send(x, MPI.PROC_NULL, comm=comm)
-        return notoken.recv(x, MPI.PROC_NULL, comm=comm)
+        jaxmpi.send(x, MPI.PROC_NULL, comm=comm)
+        return jaxmpi.recv(x, MPI.PROC_NULL, comm=comm)
     if comm.rank % 2 == 0:
-        notoken.send(x, _right(comm), tag=5, comm=comm)
-        return notoken.recv(x, _left(comm), tag=5, comm=comm)
-    y = notoken.recv(x, _left(comm), tag=5, comm=comm)
-    notoken.send(x, _right(comm), tag=5, comm=comm)
+        jaxmpi.send(x, _right(comm), tag=5, comm=comm)
+        return jaxmpi.recv(x, _left(comm), tag=5, comm=comm)
+    y = jaxmpi.recv(x, _left(comm), tag=5, comm=comm)
+    jaxmpi.send(x, _right(comm), tag=5, comm=comm)
     return y
 
 
@@ -129,7 +129,7 @@ def exchange_at_run_time(comm):
     @jax.jit
     def call(x, left, right, tag):
         tags = {"sendtag": tag, "recvtag": 7 if comm.rank % 2 else tag}
-        return notoken.sendrecv(x, _zeros(x), left, right, **tags, comm=comm)
+        return jaxmpi.sendrecv(x, _zeros(x), left, right, **tags, comm=comm)
 
     return lambda x: call(x, _left(comm), _right(comm), 7)
 
@@ -143,10 +143,10 @@ def send_recv_at_run_time(comm):
     @jax.jit
     def call(x, left, right, tag):
         if comm.rank % 2 == 0:
-            notoken.send(x, right, tag=tag, comm=comm)
-            return notoken.recv(x, left, tag=5, comm=comm)
-        y = notoken.recv(x, left, tag=tag, comm=comm)
-        notoken.send(x, right, tag=5, comm=comm)
+            jaxmpi.send(x, right, tag=tag, comm=comm)
+            return jaxmpi.recv(x, left, tag=5, comm=comm)
+        y = jaxmpi.recv(x, left, tag=tag, comm=comm)
+        jaxmpi.send(x, right, tag=5, comm=comm)
         return y
 
     return lambda x: call(x, left, right, 5)
@@ -157,9 +157,9 @@ def send_recv_at_run_time(comm):
 
 def _started_message(x, comm, root):
     """Round the ring; one rank alone sends to itself."""
-    receive = notoken.irecv(x, _left(comm), tag=4, comm=comm)
-    send = notoken.isend(x, _right(comm), tag=4, comm=comm)
-    y, _ = notoken.waitall([receive, send])
+    receive = jaxmpi.irecv(x, _left(comm), tag=4, comm=comm)
+    send = jaxmpi.isend(x, _right(comm), tag=4, comm=comm)
+    y, _ = jaxmpi.waitall([receive, send])
     return y
 
 
@@ -219,16 +219,16 @@ def _traced(values):
 
 
 REDUCING = {
-    "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
-    "exscan": lambda x, op, comm, root: notoken.exscan(x, op, comm=comm),
-    "iallreduce": lambda x, op, comm, root: notoken.wait(notoken.iallreduce(x, op, comm=comm)),
-    "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
-    "reduce_scatter": lambda x, op, comm, root: notoken.reduce_scatter(x, op, comm=comm),
-    "reduce_scatter_counts": lambda x, op, comm, root: notoken.reduce_scatter(x, op, counts_of(comm.size), comm=comm),
-    "reduce_scatter_traced": lambda x, op, comm, root: notoken.reduce_scatter(
+    "allreduce": lambda x, op, comm, root: jaxmpi.allreduce(x, op, comm=comm),
+    "exscan": lambda x, op, comm, root: jaxmpi.exscan(x, op, comm=comm),
+    "iallreduce": lambda x, op, comm, root: jaxmpi.wait(jaxmpi.iallreduce(x, op, comm=comm)),
+    "reduce": lambda x, op, comm, root: jaxmpi.reduce(x, op, root, comm=comm),
+    "reduce_scatter": lambda x, op, comm, root: jaxmpi.reduce_scatter(x, op, comm=comm),
+    "reduce_scatter_counts": lambda x, op, comm, root: jaxmpi.reduce_scatter(x, op, counts_of(comm.size), comm=comm),
+    "reduce_scatter_traced": lambda x, op, comm, root: jaxmpi.reduce_scatter(
         x, op, _traced(counts_of(comm.size)[comm.rank]), rows=4, comm=comm
     )[0],
-    "scan": lambda x, op, comm, root: notoken.scan(x, op, comm=comm),
+    "scan": lambda x, op, comm, root: jaxmpi.scan(x, op, comm=comm),
 }
 """Operations with a reduction, which the table calls with SUM."""
 
@@ -240,40 +240,40 @@ def _reducing(name):
 _OF_COUNTS = [
     Case(
         "allgatherv",
-        lambda x, c, r: notoken.allgatherv(x, counts_of(c.size), comm=c),
+        lambda x, c, r: jaxmpi.allgatherv(x, counts_of(c.size), comm=c),
         lambda xs, rank, root: np.concatenate(xs),
         rows=lambda rank, size, root: counts_of(size)[rank],
     ),
     Case(
         "allgatherv_traced",
-        lambda x, c, r: notoken.allgatherv(x, _traced(counts_of(c.size)[c.rank]), comm=c)[0],
+        lambda x, c, r: jaxmpi.allgatherv(x, _traced(counts_of(c.size)[c.rank]), comm=c)[0],
         lambda xs, rank, root: _padded(_first_rows(xs), xs[0], CAPACITY * len(xs)),
         rows=lambda rank, size, root: CAPACITY,
         variant=True,
     ),
     Case(
         "alltoallv",
-        lambda x, c, r: notoken.alltoallv(x, _sent(c.size, c.rank), _received(c.size, c.rank), comm=c),
+        lambda x, c, r: jaxmpi.alltoallv(x, _sent(c.size, c.rank), _received(c.size, c.rank), comm=c),
         lambda xs, rank, root: _parts_for(xs, rank),
         rows=lambda rank, size, root: sum(_sent(size, rank)),
     ),
     Case(
         "alltoallv_traced",
-        lambda x, c, r: notoken.alltoallv(x, _traced(_sent(c.size, c.rank)), rows=2 * c.size + 1, comm=c)[0],
+        lambda x, c, r: jaxmpi.alltoallv(x, _traced(_sent(c.size, c.rank)), rows=2 * c.size + 1, comm=c)[0],
         lambda xs, rank, root: _padded(_parts_for(xs, rank), xs[0], 2 * len(xs) + 1),
         rows=lambda rank, size, root: sum(_sent(size, rank)) + 1,
         variant=True,
     ),
     Case(
         "gatherv",
-        lambda x, c, r: notoken.gatherv(x, counts_of(c.size), r, comm=c),
+        lambda x, c, r: jaxmpi.gatherv(x, counts_of(c.size), r, comm=c),
         lambda xs, rank, root: np.concatenate(xs) if rank == root else xs[rank],
         rooted=True,
         rows=lambda rank, size, root: counts_of(size)[rank],
     ),
     Case(
         "gatherv_traced",
-        lambda x, c, r: notoken.gatherv(x, _traced(counts_of(c.size)[c.rank]), r, rows=3 * c.size + 1, comm=c)[0],
+        lambda x, c, r: jaxmpi.gatherv(x, _traced(counts_of(c.size)[c.rank]), r, rows=3 * c.size + 1, comm=c)[0],
         lambda xs, rank, root: _padded(_first_rows(xs), xs[0], 3 * len(xs) + 1) if rank == root else xs[rank],
         rooted=True,
         rows=lambda rank, size, root: CAPACITY,
@@ -304,14 +304,14 @@ _OF_COUNTS = [
     ),
     Case(
         "scatterv",
-        lambda x, c, r: notoken.scatterv(x, counts_of(c.size), r, comm=c),
+        lambda x, c, r: jaxmpi.scatterv(x, counts_of(c.size), r, comm=c),
         lambda xs, rank, root: _part(xs[root], len(xs), rank),
         rooted=True,
         rows=lambda rank, size, root: sum(counts_of(size)) if rank == root else counts_of(size)[rank],
     ),
     Case(
         "scatterv_traced",
-        lambda x, c, r: notoken.scatterv(x, _traced(counts_of(c.size)) if c.rank == r else None, r, rows=4, comm=c)[0],
+        lambda x, c, r: jaxmpi.scatterv(x, _traced(counts_of(c.size)) if c.rank == r else None, r, rows=4, comm=c)[0],
         lambda xs, rank, root: _padded(_part(xs[root], len(xs), rank), xs[root], 4),
         rooted=True,
         rows=lambda rank, size, root: sum(counts_of(size)) if rank == root else CAPACITY,
@@ -320,15 +320,15 @@ _OF_COUNTS = [
 ]
 
 _AT_ONCE = [
-    Case("allgather", lambda x, c, r: notoken.allgather(x, comm=c), lambda xs, rank, root: np.stack(xs)),
+    Case("allgather", lambda x, c, r: jaxmpi.allgather(x, comm=c), lambda xs, rank, root: np.stack(xs)),
     Case("allreduce", _reducing("allreduce"), lambda xs, rank, root: _accumulate(xs, len(xs)), moves=False),
     Case(
         "alltoall",
-        lambda x, c, r: notoken.alltoall(x, comm=c),
+        lambda x, c, r: jaxmpi.alltoall(x, comm=c),
         lambda xs, rank, root: np.stack([x[rank] for x in xs]),
         stacked=True,
     ),
-    Case("bcast", lambda x, c, r: notoken.bcast(x, r, comm=c), lambda xs, rank, root: xs[root], rooted=True),
+    Case("bcast", lambda x, c, r: jaxmpi.bcast(x, r, comm=c), lambda xs, rank, root: xs[root], rooted=True),
     Case(
         "exscan",
         _reducing("exscan"),
@@ -337,7 +337,7 @@ _AT_ONCE = [
     ),
     Case(
         "gather",
-        lambda x, c, r: notoken.gather(x, r, comm=c),
+        lambda x, c, r: jaxmpi.gather(x, r, comm=c),
         lambda xs, rank, root: np.stack(xs) if rank == root else xs[rank],
         rooted=True,
     ),
@@ -351,7 +351,7 @@ _AT_ONCE = [
     Case("scan", _reducing("scan"), lambda xs, rank, root: _accumulate(xs, rank), moves=False),
     Case(
         "scatter",
-        lambda x, c, r: notoken.scatter(x, r, comm=c),
+        lambda x, c, r: jaxmpi.scatter(x, r, comm=c),
         lambda xs, rank, root: xs[root][rank],
         rooted=True,
         stacked_on_root=True,
@@ -369,8 +369,8 @@ CASES = [
     *_OF_COUNTS,
     Case("irecv", _started_message, lambda xs, rank, root: xs[rank - 1], messages=True),
     _started("allreduce", _reducing("iallreduce")),
-    _started("alltoall", lambda x, c, r: notoken.wait(notoken.ialltoall(x, comm=c))),
-    _started("bcast", lambda x, c, r: notoken.wait(notoken.ibcast(x, r, comm=c))),
+    _started("alltoall", lambda x, c, r: jaxmpi.wait(jaxmpi.ialltoall(x, comm=c))),
+    _started("bcast", lambda x, c, r: jaxmpi.wait(jaxmpi.ibcast(x, r, comm=c))),
     *_AT_ONCE[:-1],
     replace(_AT_ONCE[-2], name="sendrecv_traced", call=lambda x, c, r: exchange_at_run_time(c)(x), variant=True),
     _AT_ONCE[-1],

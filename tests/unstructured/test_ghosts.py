@@ -78,7 +78,7 @@ class Case:
         return self.map.ranks
 
     def exchange(self, local, fields):
-        return jaxmpi.notoken.wait(local.start(fields)) if self.starts else local.exchange(fields)
+        return jaxmpi.wait(local.start(fields)) if self.starts else local.exchange(fields)
 
     def blocks(self, seed):
         """The arrays of all ranks."""
@@ -254,14 +254,14 @@ def test_nothing_travels(comm, rank, size):
     """Without ghosts, without rows, and with rows without elements."""
     alone = Map(tuple((rank,) for rank in range(size)), ((),) * size).on(comm)
     x = jnp.arange(3.0)[None]
-    for found in (alone.exchange(x), alone.accumulate(x), jaxmpi.notoken.wait(alone.start(x))):
+    for found in (alone.exchange(x), alone.accumulate(x), jaxmpi.wait(alone.start(x))):
         equal(found, np.asarray(x), "no ghosts")
     none = Map(((),) * size, ((),) * size).on(comm)
     equal(none.exchange(jnp.ones((0, 2))), np.ones((0, 2)), "no rows")
     of = ring(size)
     local = of.on(comm)
     empty = jnp.ones((len(of.rows(rank)), 0))
-    for found in (local.exchange(empty), local.accumulate(empty), jaxmpi.notoken.wait(local.start(empty))):
+    for found in (local.exchange(empty), local.accumulate(empty), jaxmpi.wait(local.start(empty))):
         equal(found, np.asarray(empty), "no elements")
     assert local.exchange([]) == []
 
@@ -288,7 +288,7 @@ def test_typed_keys(comm, rank, size):
     keys = jax.random.split(jax.random.key(3), of.size)
     rows = np.array(of.rows(rank))
     mine = keys[rows].at[len(of.owned[rank]) :].set(jax.random.key(0))
-    for found in (local.exchange(mine), jaxmpi.notoken.wait(local.start(mine))):
+    for found in (local.exchange(mine), jaxmpi.wait(local.start(mine))):
         np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys)[rows])
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
 from support import drawing
 from support.rows import each
 from support.table import NEW_JAX, draw, dtype_of, raised
@@ -214,7 +213,7 @@ def test_gradient_beside_one_process(rank, size):
             x = forward(x, weight)
             (x, weight), n, _ = jaxmpi.migrate((x, weight), jnp.floor(x[:, 0]).astype(jnp.int32), count=n)
         value = jnp.sum(jnp.where(jnp.arange(room) < n, weight * (x**3).sum(1) * (1 + jnp.floor(x[:, 0])), 0))
-        return notoken.allreduce(value, MPI.SUM)
+        return jaxmpi.allreduce(value, MPI.SUM)
 
     def alone(x, weight):
         for _ in range(steps):
@@ -333,7 +332,7 @@ def test_one_rank_has_too_little_room(short, way, rank, size):
         for name, x in tree.items():
             wanted = expected > 3 if name == "flag" else expected.astype(x.dtype)
             np.testing.assert_array_equal(moved[name], wanted)
-    y = notoken.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
+    y = jaxmpi.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
     np.testing.assert_array_equal(y, 7.0 + np.arange(size))
 
 
@@ -372,7 +371,7 @@ def test_no_arrays(rank, size):
     tree, count, received = jaxmpi.migrate({}, (jnp.arange(3) + rank) % size)
     assert tree == {}
     assert count == received.sum()
-    assert int(notoken.allreduce(count, MPI.SUM)) == 3 * size
+    assert int(jaxmpi.allreduce(count, MPI.SUM)) == 3 * size
     for which in (1, 2):  # the error is that of each result
         too_many = raised(lambda which=which: jaxmpi.migrate({}, jnp.zeros(3, int), rows=2)[which])
         assert ("room for 2" in too_many) == (rank == 0)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import notoken
+import jaxmpi
 from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.redistribute import redistribute
 from jaxmpi._unstructured.index_map import IndexMap
@@ -196,40 +196,40 @@ def _each_one(case: Case) -> list[int]:
 
 
 def _call_exscan(case: Case, x: jax.Array) -> jax.Array:
-    y = notoken.exscan(x, case.op)
+    y = jaxmpi.exscan(x, case.op)
     return y if case.rank > 0 else x
 
 
 def _call_gatherv(case: Case, x: jax.Array) -> jax.Array:
-    y = notoken.gatherv(x[None], _each_one(case), 0)
+    y = jaxmpi.gatherv(x[None], _each_one(case), 0)
     return y if case.rank == 0 else y[0]
 
 
 def _call_scatterv(case: Case, x: jax.Array) -> jax.Array:
-    return notoken.scatterv(x if case.rank == 0 else x[None], _each_one(case), 0)[0]
+    return jaxmpi.scatterv(x if case.rank == 0 else x[None], _each_one(case), 0)[0]
 
 
 def _call_barrier(case: Case, x: jax.Array) -> jax.Array:
-    notoken.barrier()
+    jaxmpi.barrier()
     return x
 
 
 def _call_nobody(case: Case, x: jax.Array) -> jax.Array:
-    notoken.send(x, MPI.PROC_NULL)
+    jaxmpi.send(x, MPI.PROC_NULL)
     return x
 
 
 def _call_sendrecv(case: Case, x: jax.Array) -> jax.Array:
-    return notoken.sendrecv(x, x, case.others(-1), case.others(1))
+    return jaxmpi.sendrecv(x, x, case.others(-1), case.others(1))
 
 
 def _call_pingpong(case: Case, x: jax.Array) -> jax.Array:
     if case.rank == 0:
-        notoken.send(x, 1)
-        return notoken.recv(x, 1)
+        jaxmpi.send(x, 1)
+        return jaxmpi.recv(x, 1)
     if case.rank == 1:
-        y = notoken.recv(x, 0)
-        notoken.send(x, 0)
+        y = jaxmpi.recv(x, 0)
+        jaxmpi.send(x, 0)
         return y
     return x
 
@@ -238,13 +238,13 @@ def _call_send(case: Case, x: jax.Array) -> jax.Array:
     y = x
     for _ in range(WINDOW if case.rank < 2 else 0):
         if case.rank == 0:
-            notoken.send(x, 1)
+            jaxmpi.send(x, 1)
         else:
-            y = notoken.recv(x, 0)
+            y = jaxmpi.recv(x, 0)
     if case.rank == 0:
-        notoken.recv(jnp.zeros(1, x.dtype), 1)
+        jaxmpi.recv(jnp.zeros(1, x.dtype), 1)
     if case.rank == 1:
-        notoken.send(y[:1], 0)
+        jaxmpi.send(y[:1], 0)
     return y
 
 
@@ -378,7 +378,7 @@ OPERATIONS = {
         Operation(
             "allreduce",
             ("allreduce",),
-            lambda case, x: notoken.allreduce(x, case.op),
+            lambda case, x: jaxmpi.allreduce(x, case.op),
             "the array",
             lambda case: 2 * (case.size - 1) / case.size,
             {"osu_allreduce": "", "all_reduce_perf": ""},
@@ -387,7 +387,7 @@ OPERATIONS = {
         Operation(
             "allgather",
             ("allgather",),
-            lambda case, x: notoken.allgather(x),
+            lambda case, x: jaxmpi.allgather(x),
             "the result, which all ranks have a part of",
             _but_one,
             _parts_of_osu("allgather", "all_gather_perf"),
@@ -397,7 +397,7 @@ OPERATIONS = {
         Operation(
             "allgatherv",
             ("allgatherv",),
-            lambda case, x: notoken.allgatherv(x[None], _each_one(case)),
+            lambda case, x: jaxmpi.allgatherv(x[None], _each_one(case)),
             "the result, which all ranks have a part of, here of the same length",
             _but_one,
             _parts_of_osu("allgatherv"),
@@ -407,7 +407,7 @@ OPERATIONS = {
         Operation(
             "alltoall",
             ("alltoall",),
-            lambda case, x: notoken.alltoall(x),
+            lambda case, x: jaxmpi.alltoall(x),
             "the array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("alltoall", "alltoall_perf"),
@@ -418,7 +418,7 @@ OPERATIONS = {
         Operation(
             "alltoallv",
             ("alltoallv",),
-            lambda case, x: notoken.alltoallv(x, _each_one(case), _each_one(case)),
+            lambda case, x: jaxmpi.alltoallv(x, _each_one(case), _each_one(case)),
             "the array, of which each rank gets a part, here of the same length",
             _but_one,
             _parts_of_osu("alltoallv"),
@@ -429,7 +429,7 @@ OPERATIONS = {
         Operation(
             "bcast",
             ("bcast",),
-            lambda case, x: notoken.bcast(x, 0),
+            lambda case, x: jaxmpi.bcast(x, 0),
             "the array",
             _constant(1),
             {"osu_bcast": "", "broadcast_perf": ""},
@@ -448,7 +448,7 @@ OPERATIONS = {
         Operation(
             "gather",
             ("gather",),
-            lambda case, x: notoken.gather(x, 0),
+            lambda case, x: jaxmpi.gather(x, 0),
             "root's result, which all ranks have a part of",
             _but_one,
             _parts_of_osu("gather", "gather_perf"),
@@ -472,7 +472,7 @@ OPERATIONS = {
         Operation(
             "reduce",
             ("reduce",),
-            lambda case, x: notoken.reduce(x, case.op, 0),
+            lambda case, x: jaxmpi.reduce(x, case.op, 0),
             "the array",
             _constant(1),
             {"osu_reduce": "", "reduce_perf": ""},
@@ -483,7 +483,7 @@ OPERATIONS = {
         Operation(
             "reduce_scatter",
             ("reduce_scatter",),
-            lambda case, x: notoken.reduce_scatter(x, case.op),
+            lambda case, x: jaxmpi.reduce_scatter(x, case.op),
             "the array, of whose reduction each rank gets a part",
             _but_one,
             {"osu_reduce_scatter": "", "reduce_scatter_perf": ""},
@@ -495,7 +495,7 @@ OPERATIONS = {
         Operation(
             "reduce_scatter_counts",
             ("reduce_scatterv",),
-            lambda case, x: notoken.reduce_scatter(x, case.op, _each_one(case))[0],
+            lambda case, x: jaxmpi.reduce_scatter(x, case.op, _each_one(case))[0],
             "the array, of whose reduction each rank gets a part, here of the same length",
             _but_one,
             origin=_part_of_this_rank,
@@ -506,7 +506,7 @@ OPERATIONS = {
         Operation(
             "scan",
             ("scan",),
-            lambda case, x: notoken.scan(x, case.op),
+            lambda case, x: jaxmpi.scan(x, case.op),
             "the array",
             _constant(1),
             {"osu_scan": ""},
@@ -515,7 +515,7 @@ OPERATIONS = {
         Operation(
             "scatter",
             ("scatter",),
-            lambda case, x: notoken.scatter(x, 0),
+            lambda case, x: jaxmpi.scatter(x, 0),
             "root's array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("scatter", "scatter_perf"),
@@ -576,7 +576,7 @@ OPERATIONS = {
         Operation(
             "neighbor_allgather",
             ("neighbor_allgather",),
-            lambda case, x: notoken.neighbor_allgather(x, comm=_cartesian(case.size)),
+            lambda case, x: jaxmpi.neighbor_allgather(x, comm=_cartesian(case.size)),
             "the result: the arrays of four neighbours on a torus of two dimensions",
             _other_neighbors,
             _parts_of_osu("neighbor_allgather"),
@@ -586,7 +586,7 @@ OPERATIONS = {
         Operation(
             "neighbor_alltoall",
             ("neighbor_alltoall",),
-            lambda case, x: notoken.neighbor_alltoall(x, comm=_cartesian(case.size)),
+            lambda case, x: jaxmpi.neighbor_alltoall(x, comm=_cartesian(case.size)),
             "the array, of which each of four neighbours on a torus of two dimensions gets a part",
             _other_neighbors,
             _parts_of_osu("neighbor_alltoall"),

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from mpi4py import MPI
 
-from jaxmpi import notoken
+import jaxmpi
 from jaxmpi._bench.data import Numbers, Oracle
 from jaxmpi._bench.operations import NOBODY, Case, Operation
 from jaxmpi._primitive.jit import jit
@@ -90,7 +90,7 @@ def _turn(operation: Operation, case: Case, state: Any, changes: Any) -> tuple[A
     # on the value read. Where the operation has no result, it depends on a further operation behind it.
     read = [_row(kept, turn)]
     if operation.blind(case) and x.nbytes >= _COPIED:
-        read.append(notoken.recv(jnp.zeros((), x.dtype), MPI.PROC_NULL))
+        read.append(jaxmpi.recv(jnp.zeros((), x.dtype), MPI.PROC_NULL))
     zero = jnp.minimum(sum(lax.population_count(value.real.astype(jnp.int32)) for value in read), 0)
     repeats = operation.repeats(case)
     x = lax.dynamic_update_slice(y if repeats else x, what, tuple(where + zero.astype(where.dtype)))

@@ -73,7 +73,7 @@ def iredistribute(
     Args: as `redistribute`. 100 arrays at most.
 
     Returns:
-      A `Request`. `jaxmpi.notoken.wait(request)` returns the result of the `redistribute`. It holds the fields too, so
+      A `Request`. `jaxmpi.wait(request)` returns the result of the `redistribute`. It holds the fields too, so
       it is a pytree with their arrays.
 
     Raises: as `redistribute` while tracing. `wait` raises the errors at run time.

@@ -154,7 +154,7 @@ class survive(contextlib.ContextDecorator):
 
     Use it outside of compiled functions: inside, it is executed while JAX traces, and not in the calls.
 
-    It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(notoken.allreduce)` is an operation whose result
+    It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(jaxmpi.allreduce)` is an operation whose result
     either all ranks have, or none.
 
     Args:

@@ -335,7 +335,7 @@ class IndexMap(communicators.Local):
         Args: as `exchange`. 100 arrays at most.
 
         Returns:
-          A `Request`. `jaxmpi.notoken.wait(request)` returns the result of the `exchange`. It holds the arrays too, so
+          A `Request`. `jaxmpi.wait(request)` returns the result of the `exchange`. It holds the arrays too, so
           it is a pytree with these.
 
         Raises: as `exchange` while tracing. `wait` raises the errors at run time.

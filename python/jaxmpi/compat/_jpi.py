@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from mpi4py import MPI
 
-from jaxmpi import notoken
+import jaxmpi
 from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._primitive import arguments
@@ -26,7 +26,7 @@ def gen_token() -> Token:
 
 def allreduce(x: Any, token: Token, op: MPI.Op, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
     """Return the reduction over all ranks, of the shape of `x`, and the token. The derivative: as in jaxmpi."""
-    return notoken.allreduce(x, op, comm=comm), token
+    return jaxmpi.allreduce(x, op, comm=comm), token
 
 
 def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
@@ -35,7 +35,7 @@ def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array
 
     @jax.custom_jvp
     def gathered(x: Any) -> Any:
-        return notoken.allgather(x, comm=comm)
+        return jaxmpi.allgather(x, comm=comm)
 
     def own_slice(primals: Any, tangents: Any) -> Any:
         y = gathered(*primals)
@@ -51,7 +51,7 @@ def bcast(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tupl
 
     @jax.custom_jvp
     def sent(x: Any) -> Any:
-        return notoken.bcast(x, root, comm=comm)
+        return jaxmpi.bcast(x, root, comm=comm)
 
     def of_root(primals: Any, tangents: Any) -> Any:
         return sent(*primals), tangents[0] if on_root else jnp.zeros_like(tangents[0])
@@ -74,7 +74,7 @@ def scatter(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tu
         )
     parts = x.reshape(resolved.size, x.shape[0] // resolved.size, *x.shape[1:])
     root = arguments.rank(root, resolved, "scatter", "root")
-    part = notoken.scatter(parts if resolved.rank == root else parts[0], root, comm=comm)
+    part = jaxmpi.scatter(parts if resolved.rank == root else parts[0], root, comm=comm)
     return part[0] if part.shape[0] == 1 else part, token
 
 
@@ -82,7 +82,7 @@ def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tup
     """Return the arrays of all ranks, `(size, *x.shape)`, on root and zeros of that shape elsewhere, and the token."""
     x = arguments.array(x, "gather", "x")
     resolved = communicators.resolve(comm, "gather")
-    y = notoken.gather(x, root, comm=comm)
+    y = jaxmpi.gather(x, root, comm=comm)
     if resolved.rank != root:  # zeros that depend on y, because JAX 0.6 drops an operation whose result is not used
         y = dependent_zeros([y], jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
     return y, token
@@ -90,20 +90,20 @@ def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tup
 
 def barrier(token: Token, comm: MPI.Comm | None = None) -> Token:
     """Wait for all ranks, and return the token."""
-    notoken.barrier(comm=comm)
+    jaxmpi.barrier(comm=comm)
     return token
 
 
 def send(x: Any, token: Token, dest: int, tag: int = 0, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
     """Send a message, and return `x` and the token."""
     x = arguments.array(x, "send", "x")
-    notoken.send(x, dest, tag=tag, comm=comm)
+    jaxmpi.send(x, dest, tag=tag, comm=comm)
     return x, token
 
 
 def recv(x: Any, token: Token, source: int, tag: int = 0, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
     """Receive a message of the shape and dtype of `x`, whose values are not read. Return it and the token."""
-    return notoken.recv(x, source, tag=tag, comm=comm), token
+    return jaxmpi.recv(x, source, tag=tag, comm=comm), token
 
 
 _FUNCTIONS = (allgather, allreduce, barrier, bcast, gather, recv, scatter, send)

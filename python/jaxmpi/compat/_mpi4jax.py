@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxmpi
-from jaxmpi import notoken
+from jaxmpi import tokens
 from jaxmpi.compat import _private
 from jaxmpi.compat._private import unpack_hashable
 
@@ -63,10 +63,10 @@ def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
     rest = {**support, "__version__": version, "__getattr__": _private.absent("mpi4jax", _instead)}
     if api == "notoken":
-        functions = {name: _unpacking(getattr(notoken, name), api) for name in _FUNCTIONS}
+        functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in _FUNCTIONS}
         return {"mpi4jax": {**functions, **rest}, **_private.modules(functions, support)}
-    functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in _FUNCTIONS}
-    without = {name: _unpacking(getattr(notoken, name), "notoken") for name in _FUNCTIONS}
+    functions = {name: _unpacking(getattr(tokens, name), api) for name in _FUNCTIONS}
+    without = {name: _unpacking(getattr(jaxmpi, name), "notoken") for name in _FUNCTIONS}
     return {
         "mpi4jax": {**functions, **rest},
         "mpi4jax.notoken": without,

@@ -2,7 +2,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jaxmpi._primitive.jit import Token
+from jaxmpi import has_cuda_support as has_cuda_support
+from jaxmpi import has_rocm_support as has_rocm_support
+from jaxmpi import has_sycl_support as has_sycl_support
+from jaxmpi._primitive.jit import Token as Token
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]: ...
 def allgatherv(

@@ -1,7 +1,8 @@
-"""The operations in the form with tokens, which programs for mpi4jax up to 0.7 use: each takes a token and returns one.
+"""The operations in the form with tokens, as programs for mpi4jax up to 0.7 and for JPI use them.
 
-The order of operations does not depend on tokens. An operation returns the token unchanged, so that a loop may carry
-it. The names and signatures are in _tokens.pyi.
+Each operation takes a token and returns `(result, token)`; `send` and `barrier` return the token. Order needs no token:
+jaxmpi hands it back as it came, so that a loop may carry it. `import jaxmpi.tokens as mpi4jax` runs a program of that
+time. The signatures are in tokens.pyi.
 """
 
 import functools
@@ -10,8 +11,40 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxmpi import notoken
+import jaxmpi
+from jaxmpi import has_cuda_support, has_rocm_support, has_sycl_support
 from jaxmpi._primitive.jit import Token
+
+_OPERATIONS = (
+    "allgather",
+    "allgatherv",
+    "allreduce",
+    "alltoall",
+    "alltoallv",
+    "barrier",
+    "bcast",
+    "exscan",
+    "gather",
+    "gatherv",
+    "iallreduce",
+    "ialltoall",
+    "ibarrier",
+    "ibcast",
+    "irecv",
+    "isend",
+    "neighbor_allgather",
+    "neighbor_alltoall",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+    "scatterv",
+    "send",
+    "sendrecv",
+    "wait",
+    "waitall",
+)
 
 _TOKEN = Token()
 
@@ -43,7 +76,7 @@ def with_token(function: Callable[..., Any]) -> Any:
     call.__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
     call.__annotations__ = {**{p.name: p.annotation for p in parameters}, "return": result}
     call.__doc__ = function.__doc__ and _documented(inspect.cleandoc(function.__doc__))  # None with `python -OO`
-    call.__module__ = "jaxmpi"
+    call.__module__ = __name__
     del call.__wrapped__  # type: ignore[attr-defined]  # the wrapped function takes no token
     return call
 
@@ -58,6 +91,6 @@ def _documented(text: str) -> str:
     return f"{before}{arguments}{start}Returns:\n  `(result, token)`: {result[0].lower()}{result[1:]}"
 
 
-for _name in notoken.__all__:
-    if (_function := getattr(getattr(notoken, _name), "__wrapped__", None)) is not None:
-        globals()[_name] = with_token(_function)
+__all__ = ["Token", "has_cuda_support", "has_rocm_support", "has_sycl_support", *_OPERATIONS]
+for _name in _OPERATIONS:
+    globals()[_name] = with_token(getattr(jaxmpi, _name))
