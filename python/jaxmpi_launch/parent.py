@@ -160,18 +160,10 @@ class Job:
                 monitor = None
                 continue
             if why:
-                self._end_mpiexec(process, why)
+                end(process, why)
         if monitor is not None:
             with contextlib.suppress(OSError):
                 monitor.end(bool(signals.ending))
-
-    def _end_mpiexec(self, process: subprocess.Popen, why: str) -> None:
-        """End mpiexec, which may hang: Open MPI's does if ranks on two machines abort at the same time."""
-        say(f"jaxmpi.run: {why}; mpiexec is still there, and is ended\n")
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILL_SECONDS)
 
     def _said(self, kind: str) -> dict[int, tuple[int, str]]:
         """The ranks that have left a file of a kind, with the code and the reason in it."""
@@ -233,6 +225,15 @@ class Job:
             f"others ended without an error. The status is {LOST}\n"
         )
         return LOST
+
+
+def end(process: subprocess.Popen, why: str) -> None:
+    """End mpiexec, which may hang: Open MPI's does if ranks on two machines abort at the same time."""
+    say(f"jaxmpi.run: {why}; mpiexec is still there, and is ended\n")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_SECONDS)
 
 
 def _name(number: int) -> str:

@@ -240,18 +240,10 @@ def test_killed_job_has_a_timeline(tmp_path):
     assert "rank 1 was killed" in notes
 
 
-BAD = [
-    ("JAXMPI_TRACE", "/dev/null/folder", "no timeline can be written there"),
-    ("JAXMPI_TRACE_MEGABYTES", "many", "it is a whole number from 1 to 1000000000000"),
-    ("JAXMPI_TRACE_MEGABYTES", f"{10**14}", "it is a whole number from 1 to 10"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "told"), BAD, ids=["folder", "limit", "size"])
-def test_bad_settings(name, value, told, tmp_path):
-    done = launch(0, "-c", "import jaxmpi", check=False, **{"JAXMPI_TRACE": str(tmp_path), name: value})
+def test_no_folder():
+    done = launch(0, "-c", "import jaxmpi", check=False, JAXMPI_TRACE="/dev/null/folder")
     assert done.returncode != 0
-    assert f"{name}={value}: {told}" in done.stderr
+    assert "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there" in done.stderr
 
 
 @pytest.mark.parametrize("fault", ["is open to all", "belongs to another user"])

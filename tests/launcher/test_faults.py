@@ -1,12 +1,10 @@
 """Faults of programs, one rank's each: the job ends, says why, and leaves nothing running."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import pytest
@@ -15,7 +13,6 @@ import jaxmpi._core as _core
 from jaxmpi import _start
 from jaxmpi._mpi import communicators, library, timeline
 from jaxmpi._mpi.settings import Settings
-from jaxmpi_launch import monitor
 from programs import errors_page
 from support.launch import launch, outside_of_a_job, started, written
 from support.rows import one_each_time
@@ -348,45 +345,6 @@ def test_rank_that_has_ended_is_told(tmp_path):
         process.communicate()
 
 
-STAYS = """
-import os, signal, subprocess, sys, time
-if {stubborn}: signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("ready", flush=True)
-if {starts}:
-    time.sleep(1)
-    child = subprocess.Popen(["sleep", "1"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-    child.wait()
-print("all is done", flush=True)
-time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize(
-    ("why", "stubborn"), [("rank 1 failed", True), ("mpiexec was told to end, and what it has started ended", False)]
-)
-def test_mpiexec_that_does_not_end(why, stubborn, tmp_path, monkeypatch):
-    """It is ended, some time after a rank has said that it aborts the job, or after a signal and the end of all that it
-    has started; not before it has started something, nor while that runs or it is suspended itself."""
-    for name, seconds in {"_END": 0.6, "_GONE": 0.6, "_KILL": 0.5, "_PAUSE": 0.05}.items():
-        monkeypatch.setattr(monitor, f"{name}_SECONDS", seconds)
-    starts, said = "started" in why, []
-    command = [sys.executable, "-c", STAYS.format(stubborn=stubborn, starts=starts)]
-    with started(command, SECONDS, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        job = os.pidfd_open(process.pid)
-        if starts:
-            threading.Timer(3, process.send_signal, [signal.SIGCONT]).start()
-        else:
-            assert process.stdout.readline() == "all is done\n"
-            (tmp_path / "1.aborts").touch()
-        monitor.watch(tmp_path, 2, job, process.pid, [signal.SIGTERM] if starts else [], said.append)
-        assert process.wait() == -(signal.SIGKILL if stubborn else signal.SIGTERM)
-        assert process.stdout.read() == ("all is done\n" if starts else "")
-        os.close(job)
-    assert said == [f"jaxmpi.run: {why} 1 s ago; mpiexec is still there, and is ended\n"]
-
-
 def test_failure_before_mpi():
     """The other ranks wait in MPI_Init, of which MPICH's mpiexec does not know by itself."""
     first = "import os\nif (os.environ.get('PMIX_RANK') or os.environ['PMI_RANK']) == '1': raise KeyError('early')\n"
@@ -394,30 +352,6 @@ def test_failure_before_mpi():
     assert done.returncode == 1
     assert "uncaught exception on rank 1:\n" in done.stderr
     assert "not reached" not in done.stdout
-
-
-@pytest.mark.parametrize("reports", [False, True])
-def test_ranks_that_leave_no_file(reports, tmp_path, monkeypatch):
-    """They are on other machines, as far as the launcher knows: one line of its table, and nobody waits for them."""
-    monkeypatch.setattr(monitor, "_LEAST_WAIT_SECONDS", 0.5)
-    for name in ("0.began", "0.ended", *(["0.report"] if reports else [])):
-        (tmp_path / name).touch()
-    said = []
-    with subprocess.Popen(["sleep", "100"]) as process:
-        job = os.pidfd_open(process.pid)
-        threading.Timer(3, process.kill).start()
-        monitor.watch(tmp_path, 4, job, process.pid, [], said.append)
-        os.close(job)
-    assert (tmp_path / "ask").exists() == reports
-    others = "are on other machines, or have not begun: their own reports tell what they wait for"
-    table = f"jaxmpi.run: what the ranks do:\n  rank 0: has ended\n  ranks 1 to 3: {others}\n"
-    assert said == ([table] if reports else [])
-
-
-def test_ranges_of_ranks():
-    assert monitor.ranges([0]) == "0"
-    assert monitor.ranges([0, 1]) == "0, 1"
-    assert monitor.ranges([0, 1, 2, 3, 5, 7, 8]) == "0 to 3, 5, 7, 8"
 
 
 WRONG = {

@@ -10,13 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from jaxmpi_launch import guard, monitor
 from programs import errors_page
 from support import limits
 from support.launch import end_what_is_left, is_openmpi, launch, outside_of_a_job, started, until, written
@@ -67,20 +64,19 @@ def fake(tmp_path, text, ranks=2, program="pass"):
 # --- the status ---------------------------------------------------------------------------------------------------
 
 
-ENDED = "jaxmpi.run: rank {} ended the job with code {}: "
+ENDED = "\njaxmpi.run: rank {} ended the job with code {}: "
 STATUS = {
     "mpiexec succeeds": (BOTH, "pass", 0, ""),
     "mpiexec fails": (f"{BOTH}\nsys.exit(213)", "pass", 213, ""),
     "mpiexec is that of another MPI": (BOTH, "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 1", 0, ""),
     "exit at once": (BOTH, "os._exit(0)", 0, ""),
     "another program": (BOTH, "os.execvp('true', ['true'])", 0, ""),
-    "another user": (BOTH, "os.setuid(os.geteuid() or 65534)", 0, ""),
     "a rank fails": (BOTH, "sys.exit(5 if rank == '1' else 0)", 5, ENDED.format(1, 5) + r"sys\.exit\(5\)\n"),
     "a rank is lost": (
         BOTH,
         "rank == '1' and os.kill(os.getpid(), 9)",
         1,
-        "jaxmpi.run: mpiexec ended with status 0, but rank 1 began and never told of an end.*\n",
+        "jaxmpi.run: mpiexec ended with status 0, but rank 1 began and did not report an end.*\n",
     ),
     # The first line of a reason says what it is.
     "a text": ("rank(0).wait(); sys.exit(1)", "sys.exit('1\\n2')", 1, f"(.*\n)*({ENDED.format(0, 1)})?1\n"),
@@ -104,20 +100,6 @@ def test_status(tmp_path):
         assert re.fullmatch(told, done.stderr.decode()), done.stderr
 
     each(STATUS, check)
-
-
-def test_no_thread_can_be_started(tmp_path, monkeypatch):
-    """As by ulimit -u 1. mpiexec is ended."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys, threading\n"
-        'def start(self): raise RuntimeError("can\'t start new thread")\n'
-        "if 'jaxmpi.run' in sys.orig_argv: threading.Thread.start = start\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = fake(tmp_path, "time.sleep(100)")
-    assert done.returncode == 126
-    assert done.stderr.startswith(b"jaxmpi.run: no thread can be started, and so no job: can't start new thread")
-    assert done.stderr.count(b"\n") == 1
 
 
 def test_ranks_that_a_signal_ends_though_mpiexec_says_nothing(tmp_path):
@@ -208,8 +190,7 @@ def test_more_descriptors_than_select_takes(way, tmp_path):
 
 COUNTS = """
 seen = []
-for n in (1, 2, 10, 12, 15, 18, 28): signal.signal(n, lambda n, _: seen.append(n))
-signal.signal(20, signal.SIG_DFL)
+for n in (1, 2, 10, 12, 15): signal.signal(n, lambda n, _: seen.append(n))
 print("ready", flush=True)
 while 15 not in seen: time.sleep(0.02)
 time.sleep(0.5)  # in which a second one would come
@@ -225,46 +206,13 @@ def test_signals_come_once(to, tmp_path):
     command = words(tmp_path, COUNTS)
     with started(command, stdout=subprocess.PIPE, env=outside_of_a_job(), start_new_session=True, text=True) as process:
         assert process.stdout.readline() == "ready\n"
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
             if to in ("launcher", "both"):
                 process.send_signal(number)
             if to in ("group", "both"):
                 os.killpg(process.pid, number)
-        assert process.stdout.read() == "[1, 2, 10, 12, 15, 28]\n"
+        assert process.stdout.read() == "[1, 2, 10, 12, 15]\n"
         assert process.wait(10) - 128 in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-
-
-def stopped(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-@pytest.mark.parametrize("to", one_each_time(["launcher", "group", "mpiexec first"], "mpiexec first"))
-def test_suspended_and_resumed(to, tmp_path):
-    """As by Ctrl-Z and `fg`: the launcher stops with mpiexec, so that the shell knows, whichever of the two the signal
-    reaches first."""
-    command = words(tmp_path, COUNTS)
-    # In a session of its own, but not as its first process, whose group has no parent in it, and is not stopped.
-    session = ["setsid", "--wait", sys.executable, "-c"]
-    outer = (
-        "import os, subprocess, sys; p = subprocess.Popen(sys.argv[1:], preexec_fn=os.setpgrp); "
-        "print(p.pid, flush=True); sys.exit(p.wait())"
-    )
-    with started([*session, outer, *command], stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
-        launcher = int(process.stdout.readline())
-        assert process.stdout.readline() == "ready\n"
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        (child,) = (int(its) for its in children if "jaxmpi.run" not in Path(f"/proc/{its}/cmdline").read_text())
-        send = os.killpg if to == "group" else os.kill
-        if to == "mpiexec first":
-            os.kill(child, signal.SIGTSTP)
-            assert until(lambda: stopped(child))
-        send(launcher, signal.SIGTSTP)
-        assert until(lambda: stopped(launcher) and stopped(child))
-        send(launcher, signal.SIGCONT)
-        assert until(lambda: not stopped(launcher) and not stopped(child))
-        send(launcher, signal.SIGTERM)
-        assert process.stdout.read() == "[15, 18]\n"
-        assert process.wait(10) == 128 + signal.SIGTERM
 
 
 @pytest.mark.filterwarnings("ignore")  # of JAX about the fork
@@ -305,12 +253,10 @@ def test_stderr_passes(tmp_path):
         assert process.stderr.read() == eval(DATA) + b"no end of a line"
 
 
-@pytest.mark.parametrize("where", ["closed", "a reader that goes"])
-def test_stderr_that_takes_nothing(where, tmp_path):
+def test_stderr_that_is_closed(tmp_path):
     """The job goes on, and ends as it does."""
     text = f"sys.stderr.buffer.write({DATA}); rank(0).wait(); print('done'); sys.exit(4)"
-    to = {"closed": "&-", "a reader that goes": " >(head -c 10 >/dev/null)"}[where]
-    shell = ["bash", "-c", f"{' '.join(words(tmp_path, text))} 2>{to}"]
+    shell = ["bash", "-c", f"{' '.join(words(tmp_path, text))} 2>&-"]
     done = finished(shell, stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout) == (4, b"done\n")
 
@@ -370,15 +316,11 @@ BUSY = {
 @pytest.mark.parametrize("within", one_each_time(BUSY, "a call that holds the interpreter"))
 @pytest.mark.parametrize("group", [False, True], ids=["launcher", "group"])
 def test_launcher_is_killed(within, group, tmp_path, job):
-    """No process of the job lives some seconds later, whatever it does, and no file is left."""
+    """No process of the job lives some seconds later, whatever it does."""
     begin = "import time\nfrom mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\ndef ready(): print('ready', flush=True)\n"
     program = written(tmp_path, begin + BUSY[within])
-    folder = tmp_path / "folder"
-    folder.mkdir()
     command = [*COMMAND, "-n", "2", program]
-    with started(
-        command, stdout=subprocess.PIPE, env={**job, "TMPDIR": str(folder)}, start_new_session=True, text=True
-    ) as process:
+    with started(command, stdout=subprocess.PIPE, env=job, start_new_session=True, text=True) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         assert len(processes(job)) >= 4
         begin = time.monotonic()
@@ -386,14 +328,11 @@ def test_launcher_is_killed(within, group, tmp_path, job):
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
-        assert until(
-            lambda: not any(str(program) in line and "jaxmpi_launch.child" in line for line in processes(job).values())
-        )
+        ranks = lambda: [line for line in processes(job).values() if str(program) in line and "launch.child" in line]  # noqa: E731
+        assert until(lambda: not ranks())
         if not group:
             errors_page.note(f"the launcher is killed, ranks are in {within}", "", time.monotonic() - begin)
         assert until(lambda: not processes(job)), processes(job)
-    if not group:  # else the process that removes it is killed as well
-        assert until(lambda: not list(folder.glob("jaxmpi-*")))
 
 
 def test_what_a_rank_leaves_behind_stays(tmp_path):
@@ -458,34 +397,9 @@ def test_long_path_of_the_folder_and_no_home(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["0 3", "1 0"], done.stderr
 
 
-def test_no_place_for_files():
-    """It is said before Open MPI says it by pages; MPICH needs none."""
-    done = launch(1, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)", check=False, TMPDIR="/proc")
-    if is_openmpi():
-        assert done.returncode != 0
-        assert done.stderr.startswith("jaxmpi.run: TMPDIR=/proc: ")
-        assert "Set TMPDIR to a folder with room" in done.stderr.splitlines()[0]
-    else:
-        assert (done.returncode, done.stdout) == (0, "1\n")
-
-
-def test_no_process_for_the_guard(tmp_path, monkeypatch):
-    """The job runs without."""
-
-    def fails():
-        raise BlockingIOError
-
-    monkeypatch.setattr(guard.os, "fork", fails)
-    assert guard.start(0, None, str(tmp_path), time.time(), -1, [signal.SIGUSR1]) is None
-
-
-def test_watch_that_fails_says_so(tmp_path):
-    said = []
-    with started(["sleep", "100"]) as process:
-        file = os.pidfd_open(process.pid)
-        thread = threading.Thread(target=monitor.watch, args=(tmp_path / "no", 2, file, process.pid, [], said.append))
-        thread.start()
-        thread.join()
-        process.kill()
-        os.close(file)
-    assert said[0].startswith("jaxmpi.run: what ranks wait for is not told any more: FileNotFoundError")
+def test_folder_that_goes(tmp_path):
+    """The job goes on, and the launcher says what it no longer does."""
+    text = "import shutil; shutil.rmtree(os.environ['JAXMPI_JOB_FOLDER']); time.sleep(1)"
+    done = fake(tmp_path, text)
+    assert done.returncode == 0
+    assert done.stderr.startswith(b"jaxmpi.run: what ranks wait for is not told any more: FileNotFoundError")

@@ -260,7 +260,7 @@ def test_machine_is_lost(options, job, hosts):
             shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
             errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
             if is_openmpi():  # MPICH's mpiexec says it by its own status
-                told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and never"
+                told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks 0, 1 began and did not report an end"
                 assert re.search(told, errors, re.MULTILINE), errors
         assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
     finally:

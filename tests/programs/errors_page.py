@@ -14,9 +14,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 
 GOES_ON = {
     "standard input belongs to another user": "nothing: rank 0 reads all of it",
-    "the folder of the job belongs to another user": "`has no folder for what its ranks tell the launcher`",
-    "the folder of the job is a symbolic link": "`has no folder for what its ranks tell the launcher`",
-    "files in the folder of the job are symbolic links": "nothing: they are replaced, and none is followed",
     "a child of `fork` communicates": "`was forked by a rank and is none itself`, an error in the child",
     "two jobs trace into one folder": "nothing; `python -m jaxmpi.trace` then asks for one of them, by `--job`",
 }
