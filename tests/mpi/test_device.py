@@ -266,7 +266,7 @@ def test_the_end_says(tmp_path, end):
     """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
     done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
     assert done.returncode != 0
-    assert done.stderr.count("would be truncated") == 1
+    assert done.stderr.count("would be truncated") in (1, 2)  # by the rank, and in the launcher's last line
     assert ("it diverges" in done.stderr) == ("diverges" in end)
 
 
