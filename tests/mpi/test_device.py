@@ -161,7 +161,6 @@ def test_choice_of_devices(monkeypatch):
         ("MPI4JAX_USE_CUDA_MPI", "2"),
         ("JAXMPI_DEVICE_TRANSPORT", "short"),
         *(("JAXMPI_DEVICE_CHUNK", value) for value in ("100", "4 MiB", "²", "9" * 30)),
-        *(("JAXMPI_DEVICE_COPY", value) for value in ("-1", "64 KiB", "²")),
     ],
 )
 def test_wrong_values(name, value):
