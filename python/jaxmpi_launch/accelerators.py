@@ -1,7 +1,6 @@
 """The choice of a rank's accelerator among those of its machine: `python -m jaxmpi.run --devices rank`.
 
-Loaded by path on each rank before the program runs, so nothing here imports jax, mpi4py or this package. Run as a
-script it prints the devices that its process sees.
+When Python runs this file as a script, it prints the devices that the process sees.
 """
 
 import importlib.util
@@ -26,9 +25,9 @@ LAUNCHERS = (
 inside their job inherits their variables."""
 
 PLACED = ("CUDA", "ROCM")
-"""The platforms whose devices are handed out."""
+"""The platforms whose devices ranks take."""
 decided = False
-"""Whether the launcher has left this rank what devices it has."""
+"""Whether the launcher has decided about the devices of this rank."""
 
 _NARROWED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -39,8 +38,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _tasks(text: str, node: int | None) -> int | None:
-    """This node's count in a list like Slurm's '4(x2),3'. Without the node's number: the count, if all nodes have the
-    same."""
+    """Return the count of a node in a list like Slurm's '4(x2),3'; without `node` the count that all nodes have."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -53,7 +51,7 @@ def _tasks(text: str, node: int | None) -> int | None:
 
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
-    """This rank's number on its machine, and how many ranks run there; None for what the launcher does not say."""
+    """Return the number of this rank on its machine, and how many ranks run there; None where no variable says it."""
     for rank_name, size_name in LAUNCHERS:
         rank = _number(environment.get(rank_name))
         if rank is not None:
@@ -63,12 +61,12 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
 
 
 def allows(jax_platforms: str, platform: str) -> bool:
-    """Whether JAX may use a platform, by JAX_PLATFORMS; if that is empty it may use all."""
+    """Return whether JAX may use a platform, by JAX_PLATFORMS. If that is empty it may use all."""
     return not jax_platforms or not {platform.lower(), "gpu"}.isdisjoint(jax_platforms.split(","))
 
 
 def undecided(environment: Mapping[str, str]) -> list[str]:
-    """The platforms that JAX may use and on which the user has not chosen a device."""
+    """Return the platforms that JAX may use and on which the user has not chosen a device."""
     named = environment.get("JAX_PLATFORMS", "")
     return [
         platform
@@ -86,7 +84,7 @@ def _memory_is_decided(environment: Mapping[str, str]) -> bool:
 
 
 def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that give this rank one of the `counts` devices, and a share of its memory if ranks share it."""
+    """Return variables that give this rank one of the `counts` devices, and a share of memory if ranks share it."""
     local = local_rank(environment)
     if local is None:
         return {}
@@ -107,14 +105,14 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
 
 
 def core_file() -> str:
-    """The path of the core, which an editable install keeps elsewhere; empty if not found. Imports nothing."""
-    name, package = "jaxmpi._core", [str(Path(__file__).parents[1])]
+    """Return the path of the core, which an editable install keeps elsewhere; empty if none. Import nothing."""
+    name, package = "jaxmpi._core", [str(Path(__file__).parents[1] / "jaxmpi")]
     specs = (finder.find_spec(name, package) for finder in sys.meta_path)
     return next((spec.origin or "" for spec in specs if spec is not None), "")
 
 
 def _ask_drivers(core_file: str) -> dict[str, int]:
-    """The platforms whose driver is installed, with the number of devices for this process, by the core."""
+    """Ask the core for the platforms whose driver is installed, with the number of devices for this process."""
     spec = importlib.util.spec_from_file_location("jaxmpi._core", core_file)
     if spec is None or spec.loader is None:
         return {}
@@ -124,10 +122,10 @@ def _ask_drivers(core_file: str) -> dict[str, int]:
 
 
 def device_counts() -> dict[str, int]:
-    """How many devices of each platform this rank may use; empty if the drivers cannot be asked.
+    """Return how many devices of each platform this rank may use; empty if the drivers cannot be asked.
 
-    A separate process asks: a driver loaded in this one would later be taken for one that the MPI library uses, and
-    processes that the program forks could not use it.
+    A separate process asks. If this process loaded a driver, jaxmpi would later believe that the MPI library uses the
+    driver, and processes that the program forks could not use it.
     """
     command = [sys.executable, "-S", __file__, core_file()]
     try:
@@ -138,7 +136,7 @@ def device_counts() -> dict[str, int]:
 
 
 def take(config: Any, may_assign: bool = True) -> None:
-    """Chooses, and passes the choice to JAX's `config`: JAX does not read these variables itself."""
+    """Choose, and pass the choice to JAX's `config`: JAX does not read these variables itself."""
     global decided
     decided = True
     if may_assign and local_rank(os.environ) is not None and undecided(os.environ):

@@ -13,10 +13,10 @@ _NAME_OF_CLUSTER = "jaxmpi"
 
 
 def prepare(kind: str) -> None:
-    """Makes JAX start its distributed runtime on all ranks, at the latest as it makes its devices.
+    """Make JAX start jax.distributed on all ranks, at the latest when JAX makes devices.
 
-    A program may also call `jax.distributed.initialize()`, without arguments or with its own. After jax is imported,
-    before it makes devices.
+    Call this after jax is imported and before JAX makes devices. A program may also call
+    `jax.distributed.initialize()`, with or without arguments.
     """
     import jax
     from jax._src import xla_bridge
@@ -49,10 +49,9 @@ def prepare(kind: str) -> None:
 
 
 def register() -> None:
-    """Lets `jax.distributed.initialize()` find out about this job, under any launcher. After jax is imported.
+    """Let `jax.distributed.initialize()` detect this job, under any launcher. Call this after jax is imported.
 
-    JAX asks MPI only if it is told to (`cluster_detection_method="mpi4py"`), knows no variables of MPICH, and none that
-    Open MPI has set since its version 5.
+    JAX asks MPI only with `cluster_detection_method="mpi4py"`. It knows no variables of MPICH, and none of Open MPI 5.
     """
     try:
         from jax._src import clusters, distributed
@@ -66,7 +65,7 @@ def register() -> None:
     class Cluster(clusters.ClusterEnv):
         name = _NAME_OF_CLUSTER
         met = False
-        """Whether this call of `initialize` has left it to us to find the other processes."""
+        """Whether this call of `initialize` leaves it to jaxmpi to find the other processes."""
 
         @classmethod
         def is_env_present(cls) -> bool:

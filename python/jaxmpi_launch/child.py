@@ -30,7 +30,7 @@ from jaxmpi_launch.folder import VARIABLE, Folder
 
 
 def _own_frames(trace: Any) -> Any:
-    """The traceback from the program's first frame to its last, without those of this file around it."""
+    """Return the traceback from the program's first frame to the last one, without the frames of this file."""
     own = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
@@ -43,7 +43,7 @@ def _own_frames(trace: Any) -> Any:
 
 
 def _formatted(error: BaseException) -> list[str]:
-    """The lines of an exception and its causes, from the program's first frame on."""
+    """Return the lines of an exception and its causes, from the program's first frame on."""
     seen: list[BaseException | None] = [error]
     while (last := seen[-1]) is not None and last not in seen[:-1]:
         seen.append(last.with_traceback(_own_frames(last.__traceback__)).__cause__ or last.__context__)
@@ -51,10 +51,10 @@ def _formatted(error: BaseException) -> list[str]:
 
 
 _process = os.getpid()
-"""The rank's process, which alone may end the job: not one that the program forks."""
+"""The process of the rank. Only it may end the job, and no process that the program forks."""
 
 _rank = next((os.environ[n] for n in ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), None)
-"""The number of this rank, as the launchers of the MPI libraries tell it before MPI is initialized."""
+"""The number of this rank, which mpiexec sets before MPI is initialized."""
 
 _GRACE_SECONDS = 1.0
 
@@ -72,7 +72,7 @@ def _mpi_if_running() -> Any:
 
 
 def _tell(text: str) -> None:
-    """Writes to stderr at once, since the ranks share it; also if the program has closed or replaced it."""
+    """Write to stderr at once, because the ranks share it; also if the program has closed or replaced it."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -82,7 +82,7 @@ def _tell(text: str) -> None:
 
 
 def _wait_for_launcher() -> None:
-    """Waits until the launcher has read what this rank has written, and passed it on: it may lose that in an abort."""
+    """Wait until mpiexec has read the output of this rank, and passed it on: an abort may lose the output."""
     end = time.monotonic() + 5
     for output in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
@@ -92,7 +92,7 @@ def _wait_for_launcher() -> None:
 
 
 def _unread(pipe: int) -> int:
-    """The bytes in a pipe."""
+    """Return how many bytes are in a pipe."""
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
@@ -125,7 +125,7 @@ def _end(code: int, reason: str) -> NoReturn:
 
 
 def _end_alone(code: int, reason: str) -> NoReturn:
-    """Ends this rank alone. By a signal: Open MPI tells the others of that, and of no exit status but 0."""
+    """End this rank alone, by a signal: Open MPI reports a signal to the others, and no exit status but 0."""
     _say("lost", f"{code}\n{reason}")
     if _mpi_if_running() is None:
         _exit(code)
@@ -134,8 +134,8 @@ def _end_alone(code: int, reason: str) -> NoReturn:
 
 
 def _leave() -> None:
-    """The end of a rank, where the job survives the death of others. MPI_Finalize may then wait for ever; this waits
-    for all that live, as they still need messages of this rank's, and for no other."""
+    """End a rank of a job that survives deaths. MPI_Finalize may then wait for ever. Wait for the ranks that live:
+    they still need messages of this rank."""
     if os.getpid() != _process:
         return
     for stream in (sys.stdout, sys.stderr):
@@ -149,8 +149,7 @@ def _leave() -> None:
 
 
 def _die_at_exit() -> None:
-    """Lets a rank that a library ends by C's `exit` end by a signal, of which alone MPI tells the others: `_end_alone`.
-    What ends here ends by `_exit`."""
+    """Let a rank that a library ends by C's `exit` end by a signal, which MPI reports to the others: `_end_alone`."""
     import ctypes
 
     with contextlib.suppress(Exception):  # a C library that has no such function
@@ -160,8 +159,7 @@ def _die_at_exit() -> None:
 
 
 def _abort_before_mpi(code: int) -> None:
-    """What MPI_Abort tells the launcher of MPICH and its family, which otherwise lets ranks wait in MPI_Init for one
-    that has ended before. Open MPI's ends them."""
+    """Send mpiexec of MPICH the message of MPI_Abort. Otherwise ranks wait in MPI_Init for one that has ended."""
     connection = int(os.environ["PMI_FD"])
     if stat.S_ISSOCK(os.fstat(connection).st_mode):
         os.write(connection, f"cmd=abort exitcode={code}\n".encode())
@@ -173,11 +171,11 @@ _OPTIONS = {
     "mpi4jax.experimental": "--as mpi4jax-token",
     "jpi": "--as jpi",
 }
-"""What to start a program by that imports one of these, and does not find it."""
+"""Options for a program that imports a package that is not installed."""
 
 
 def _fail(error: BaseException, where: str = "") -> NoReturn:
-    """Reports an exception that the program has not caught, and ends the job."""
+    """Report an exception that the program has not caught, and end the job."""
     name, lines, more = f" on rank {_rank}" if _rank is not None else "", [f"{type(error).__name__}\n"], ""
     untold = ""
     with contextlib.suppress(Exception):
@@ -199,11 +197,11 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
 
 
 def _said_by(error: BaseException) -> str:
-    """What says what an error is. It may not be the last line written: that is one of the error's own, a rule for a
-    group of exceptions, or a note, such as JAX's about its tracebacks."""
+    """Return the line that names an error. The last line of a traceback may be a rule of an exception group, or a note,
+    such as JAX's about tracebacks."""
     with contextlib.suppress(Exception):
         lines = traceback.format_exception_only(type(error), error)
-        return lines[-1 if isinstance(error, SyntaxError) else 0]  # which begins with the place
+        return lines[-1 if isinstance(error, SyntaxError) else 0]  # it begins with the place
     return type(error).__name__
 
 
@@ -212,7 +210,7 @@ def _first_line(text: str) -> str:
 
 
 def _fail_in_thread(args: threading.ExceptHookArgs) -> None:
-    """A thread that fails ends the job, too: nobody else would, and other ranks may wait for its messages."""
+    """End the job when a thread fails: nobody else would, and other ranks may wait for messages of the thread."""
     if args.exc_type is SystemExit or args.exc_value is None or sys.is_finalizing() or os.getpid() != _process:
         threading.__excepthook__(args)
         return
@@ -220,7 +218,7 @@ def _fail_in_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _exit_at_once(status: int) -> NoReturn:
-    """Replaces os._exit, by which a rank would leave without MPI's knowledge, and others would wait for it."""
+    """Replace os._exit, by which a rank would leave without a word to MPI, and others would wait for it."""
     if os.getpid() == _process:
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
@@ -233,7 +231,7 @@ def _exit_at_once(status: int) -> NoReturn:
     _exit(status)
 
 
-# Its name where it is found, so that it is pickled as before: a program may pass it to a process.
+# The name of the original, so that pickle finds it: a program may pass it to a process.
 _exit_at_once.__module__, _exit_at_once.__name__, _exit_at_once.__qualname__ = "os", "_exit", "_exit"
 
 
@@ -250,17 +248,16 @@ def _goes_on(execute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _status(code: object) -> int:
-    """The exit status for what the program passes to `sys.exit`. Of an integer systems keep 8 bits; those of an error
-    are not to be 0."""
+    """Return the exit status for the argument of `sys.exit`. Systems keep 8 bits, which must not be 0 for an error."""
     if code is None or isinstance(code, int):
         return ((code or 0) & 255) or (1 if code else 0)
     return 1
 
 
 class _Interrupts:
-    """Ctrl-C also ends a rank that is in a compiled computation, where Python runs no handlers.
+    """Ends a rank by Ctrl-C that is in a compiled computation, where Python runs no handlers.
 
-    The signal's number arrives at once at the file descriptor that a thread of ours reads.
+    A thread reads the number of the signal from a file descriptor at once.
     """
 
     def __init__(self) -> None:
@@ -328,7 +325,7 @@ def _make_visible() -> None:
 
 
 def _run_as_main(program: str) -> None:
-    """Runs a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
+    """Run a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
     if not os.path.isdir(program) and not zipfile.is_zipfile(program):
         sys.path[0] = os.path.dirname(os.path.abspath(program))
         main = sys.modules["__main__"]
@@ -378,7 +375,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _finish() -> None:
-    """Waits for running computations: their errors belong to the program."""
+    """Wait for running computations: their errors belong to the program."""
     if os.getpid() != _process:
         _end(0, "")  # not by way of MPI_Finalize, which is the rank's
     package = sys.modules.get("jaxmpi._start")
@@ -388,8 +385,8 @@ def _finish() -> None:
 
 
 def _number() -> int | str | None:
-    """The number of this rank, as the launcher tells it, or MPI. An MPI library that is not the launcher's takes each
-    rank for the only one."""
+    """Return the number of this rank, from mpiexec or from MPI. An MPI library of another mpiexec takes each rank for
+    the only one."""
     with contextlib.suppress(Exception):
         if _rank is None and (mpi := _mpi_if_running()) is not None:
             return mpi.COMM_WORLD.rank
@@ -404,14 +401,14 @@ def _say(kind: str, content: str = "") -> None:
 
 
 def _untold() -> str:
-    """The error of an operation that has not been reported: it may be the cause of a later one."""
+    """Return an error of an operation that has not been reported: it may be the cause of a later one."""
     core = sys.modules.get("jaxmpi._core")
     failure = core.take_failure() if core is not None else None
     return f"jaxmpi.run: before that an operation had failed: {failure}\n" if failure else ""
 
 
 def _show_hidden() -> None:
-    """Gives the variables that mpiexec was not to see their names back: `run.without_scheduler`."""
+    """Give the variables that were hidden from mpiexec their names back: `mpiexec.without_scheduler`."""
     prefix = "JAXMPI_HIDDEN_"
     for name in [name for name in os.environ if name.startswith(prefix)]:
         os.environ[name.removeprefix(prefix)] = os.environ.pop(name)

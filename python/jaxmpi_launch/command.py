@@ -23,14 +23,14 @@ from jaxmpi_launch import mpiexec as mpi
 from jaxmpi_launch import parent, stand_ins, versions, written_for
 
 COLLECTIVES = ("mpi", "gloo")
-"""What carries JAX's collectives: this machine's MPI, by jaxmpi, or gloo, which is part of jaxlib."""
+"""The libraries that can carry JAX's collectives: MPI, by jaxmpi, or gloo, which is part of jaxlib."""
 SPARES = "JAXMPI_SPARES"
 """The variable that tells the ranks how many of them are spare."""
 SIGNALS = "OMPI_MCA_opal_signal"
-"""The variable that names the signals of crashes for which Open MPI writes a stack. It may hang there for ever, where a
-rank was allocating memory; in a job that goes on without the rank it is to die."""
+"""The variable that names the signals for which Open MPI writes a stack. Writing it may hang for ever, if the rank was
+allocating memory. In a job that goes on without the rank, the rank must die."""
 OF_A_JOB = (*parent.VARIABLES, SPARES, "JAXMPI_STARTED_BY_RANK")
-"""The variables for the ranks of a job, or what they start, alone."""
+"""Variables of one job. A job that a rank starts must not inherit them."""
 
 
 class _ShowVersion(argparse.Action):
@@ -128,16 +128,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def check_syntax(kind: str | None, program: str) -> ast.Module | None:
-    """Ends this process if the program cannot be compiled: with one traceback, not one of each rank.
+    """End this process if the program cannot be compiled: with one traceback, not one of each rank.
 
-    Returns the syntax tree of a script, or of the text of `-c`.
+    Return the syntax tree of a script, or of the text of `-c`.
     """
     if kind == "-m" or (kind is None and (os.path.isdir(program) or zipfile.is_zipfile(program))):
         return None
     source, name = (program, "<string>") if kind == "-c" else (Path(program).read_bytes(), program)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a rank tells them
+            warnings.simplefilter("ignore")  # a rank prints them
             compile(source, name, "exec")
             return ast.parse(source)
     except (SyntaxError, ValueError) as error:
@@ -147,7 +147,7 @@ def check_syntax(kind: str | None, program: str) -> ast.Module | None:
 def command(
     options: argparse.Namespace, mpiexec: str, kind: str, share: int, variables: Mapping[str, str], several: bool
 ) -> list[str]:
-    """mpiexec with its options, and what it runs on each rank. `several`: on other machines, too."""
+    """Return the words of mpiexec, its options and the child. `several`: ranks may run on other machines, too."""
     placed = options.mpiexec_args
     if placed is None:
         placed = mpi.placement(kind, share, sorted(variables))

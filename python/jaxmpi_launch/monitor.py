@@ -7,9 +7,13 @@ ranks of its machine answer in the job's folder, by the thread of csrc/observe/w
     aborts            the rank ends the job: the code, and the reason in the next line
     report            the rank has printed a report
     state             the answer to the question in `ask`
-    pid, joined       in a job that survives deaths: the process, and that it has initialized MPI
-    lost, left        there a rank that fails, or has nothing more to do, leaves these
-    deaths, spare     the ranks that a survivor has seen die; a spare rank, with the number that it has taken
+
+In a job that survives deaths also:
+
+    pid, joined       the process; it has initialized MPI
+    lost, left        the rank has failed; it has nothing more to do
+    deaths            the ranks that a survivor has seen die
+    spare             the rank is spare; the number that it has taken
 
 Ranks on other machines leave no files: they report on stderr alone.
 """
@@ -21,12 +25,18 @@ from collections.abc import Callable
 
 from jaxmpi_launch.folder import Folder
 
-_ANSWER_SECONDS = 2.5  # the watch looks once a second
-_GATHER_SECONDS = 0.25  # ranks that wait for the same reason report at about the same time
-_LEAST_WAIT_SECONDS = 2.0  # a rank that waits as long for one that has ended most likely waits for ever
-_END_SECONDS = 20.0  # the time that mpiexec has to end a job that a rank has aborted
-_END_SECONDS_OF_SURVIVORS = 1.0  # mpiexec does not end them
-_GONE_SECONDS = 60.0  # the time that mpiexec has to end after a signal
+_ANSWER_SECONDS = 2.5
+"""The time in which ranks answer: their watch looks once a second."""
+_GATHER_SECONDS = 0.25
+"""Ranks that wait for the same reason report at about the same time."""
+_LEAST_WAIT_SECONDS = 2.0
+"""A rank that waits as long for one that has ended most likely waits for ever."""
+_END_SECONDS = 20.0
+"""The time that mpiexec has to end a job that a rank has aborted."""
+_END_SECONDS_OF_SURVIVORS = 1.0
+"""The same in a job that survives deaths: mpiexec does not end the others."""
+_GONE_SECONDS = 60.0
+"""The time that mpiexec has to end after a signal."""
 
 _ELSEWHERE = "is on another machine, or has not begun: its own report tells what it waits for"
 _SILENT = "does not answer: jaxmpi has not been imported, or the process has stopped, or cannot be reached"

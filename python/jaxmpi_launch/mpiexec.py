@@ -11,21 +11,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
-"""What the names of variables begin with that ranks on other machines get as well."""
+"""Beginnings of names of variables that ranks on other machines get, too."""
 
 HIDDEN = "JAXMPI_HIDDEN_"
-"""What the names of variables begin with that mpiexec must not see, and the ranks see without this."""
+"""The prefix that hides a variable from mpiexec. The ranks remove it."""
 
 
 def usable_cpus() -> set[int]:
-    """The numbers of the hardware threads that this process may use; where the system does not tell, all."""
+    """Return the numbers of the hardware threads that this process may use; all where the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def physical_cores() -> int:
-    """Cores that this process may use; hardware threads of one core count once."""
+    """Return how many cores this process may use; hardware threads of one core count once."""
     cores: set[tuple[str, ...]] = set()
     for cpu in usable_cpus():
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
@@ -37,13 +37,13 @@ def physical_cores() -> int:
 
 
 def find_mpiexec() -> str | None:
-    """The mpiexec beside the MPI in this environment, else the one on PATH."""
+    """Return the mpiexec beside the MPI in this environment, else the one on PATH."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 def _version_of(mpiexec: str) -> str:
-    """What it says of its version. Ends this process if it says nothing."""
+    """Return the output of `mpiexec --version`. End this process if mpiexec cannot be started."""
     try:
         said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -52,7 +52,7 @@ def _version_of(mpiexec: str) -> str:
 
 
 def flavour(mpiexec: str) -> str:
-    """'openmpi', 'hydra' (MPICH and its family) or 'other'."""
+    """Return 'openmpi', 'hydra' (MPICH and its family) or 'other'."""
     text = _version_of(mpiexec)
     if any(name in text for name in ("Open MPI", "OpenRTE", "open-mpi.org")) or "prte" in text.lower():
         return "openmpi"
@@ -60,7 +60,7 @@ def flavour(mpiexec: str) -> str:
 
 
 def check_survival(mpiexec: str, kind: str) -> None:
-    """Ends this process if the MPI is none whose jobs can go on without a rank."""
+    """End this process unless the jobs of this MPI can go on without a rank."""
     said = _version_of(mpiexec)
     found = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", said)
     if kind != "openmpi" or (found is not None and int(found[1]) < 5):
@@ -72,7 +72,7 @@ def check_survival(mpiexec: str, kind: str) -> None:
 
 
 def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
-    """Options of mpiexec that bind each rank to `share` cores, or let ranks share cores if that is 0."""
+    """Return options of mpiexec that bind each rank to `share` cores, or let ranks share cores if that is 0."""
     if kind == "openmpi":
         exports = [word for name in forwarded for word in ("-x", name)]
         if share == 0:
@@ -84,7 +84,7 @@ def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
 
 
 def exports(kind: str, given: list[str], names: Iterable[str]) -> list[str]:
-    """Options that pass these variables to ranks of other machines too, but those that are among the `given` options.
+    """Return options that pass variables to ranks of other machines, too, except variables in the `given` options.
 
     Hydra passes all variables, Open MPI its own.
     """
@@ -96,7 +96,7 @@ def exports(kind: str, given: list[str], names: Iterable[str]) -> list[str]:
 
 
 def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
-    """Variables for ranks with `share` cores each (0: less than one), without those that `present` sets."""
+    """Return variables for ranks with `share` cores each (0: less than one), except variables that `present` sets."""
     threads = max(1, share)
     wanted = {"OMP_NUM_THREADS": str(threads), "PJRT_NPROC": str(threads)}
     if share == 0:
@@ -107,10 +107,10 @@ def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_scheduler(present: Mapping[str, str]) -> dict[str, str]:
-    """The environment for mpiexec, if all ranks are to run on this machine.
+    """Return the environment for mpiexec, if all ranks run on this machine.
 
-    In a job of Slurm an mpiexec starts its ranks by srun. Where there is none, as in a container inside the job, MPICH
-    then hangs and Open MPI fails; without Slurm's variables both start them by themselves. So mpiexec gets the
+    In a job of Slurm mpiexec starts the ranks by srun. Without srun, as in a container inside the job, MPICH then hangs
+    and Open MPI fails. Without Slurm's variables both start the ranks by themselves. So mpiexec gets the
     variables under other names, and each rank gives them their own names back (child.py).
     """
     if "SLURM_JOB_ID" not in present or shutil.which("srun") is not None:
@@ -125,7 +125,7 @@ PE_HOSTFILE, LSB_DJOB_HOSTFILE, HYDRA_HOST_FILE, PRTE_MCA_prte_default_hostfile.
 
 
 def names_other_machines(present: Mapping[str, str]) -> bool:
-    """Whether mpiexec may start ranks on other machines without being told so by options."""
+    """Return whether variables may make mpiexec start ranks on other machines."""
     names = present.get("LSB_HOSTS", "").split()
     for variable in filter(_LISTS_MACHINES.search, present):
         with contextlib.suppress(OSError, ValueError):
@@ -138,7 +138,7 @@ def names_other_machines(present: Mapping[str, str]) -> bool:
 
 
 def check_scheduler(present: Mapping[str, str], ranks: int, placed: bool) -> None:
-    """Ends this process if Slurm has started several of it; says so if a job's other machines would be left out."""
+    """End this process if Slurm has started several launchers. Warn if other machines of the job would be left out."""
     if ranks > 1 and present.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
         tasks = present["SLURM_STEP_NUM_TASKS"]
         sys.exit(
@@ -155,12 +155,11 @@ def check_scheduler(present: Mapping[str, str], ranks: int, placed: bool) -> Non
 
 
 SHARED_BYTES = 4 << 20
-"""The shared memory that each rank needs: about what Open MPI takes. MPICH takes less, and without it ends with a bus
-error."""
+"""The shared memory that each rank needs: about what Open MPI takes. MPICH takes less."""
 
 
 def warn_of_little_memory(ranks: int, folder: str = "/dev/shm") -> None:
-    """Containers have little shared memory, and an MPI library that fills it ends without saying so."""
+    """Warn of little shared memory, as in containers: an MPI library that fills it ends without a reason."""
     try:
         state = os.statvfs(folder)
     except OSError:
@@ -175,7 +174,7 @@ def warn_of_little_memory(ranks: int, folder: str = "/dev/shm") -> None:
 
 
 def home(present: Mapping[str, str]) -> dict[str, str]:
-    """The variable, which Open MPI needs, where a service or a container has left it out."""
+    """Return HOME, which Open MPI needs, if a service or a container does not set it."""
     if present.get("HOME"):
         return {}
     found = os.path.expanduser("~")  # by the list of users

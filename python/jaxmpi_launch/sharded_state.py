@@ -1,4 +1,4 @@
-"""What this process has done so that JAX's own collectives can travel by MPI: `python -m jaxmpi.run --collectives`."""
+"""The state of JAX's own collectives in this process: `python -m jaxmpi.run --collectives`."""
 
 import mmap
 import os
@@ -20,14 +20,14 @@ PREEMPTION = "JAX_ENABLE_PREEMPTION_SERVICE"
 
 @dataclass
 class State:
-    """What has been done for JAX in this process."""
+    """The state of JAX's own collectives in this process."""
 
     offered: str | None = None
-    """The library that jaxlib was given."""
+    """The library that jaxlib loads."""
     refused: str | None = None
-    """The reason why jaxlib was given none."""
+    """The reason why jaxlib loads none."""
     kind: str | None = None
-    """What carries JAX's collectives; None if JAX has not been readied for any."""
+    """The library that carries JAX's collectives; None if nobody has chosen one."""
 
 
 state = State()
@@ -41,7 +41,7 @@ def _names_in(file: Path) -> set[bytes]:
 
 
 def _lacking(core_file: str) -> set[bytes]:
-    """The names that jaxlib looks up in vain in our core: it would end the process as it is imported."""
+    """Return the names that jaxlib looks up and our core lacks: jaxlib would end the process at import."""
     spec = find_spec("jaxlib")
     if spec is None or spec.origin is None or numbers(version("jaxlib")) <= numbers(NEWEST_TRIED):
         return set()
@@ -50,9 +50,9 @@ def _lacking(core_file: str) -> set[bytes]:
 
 
 def offer(core_file: str | None = None) -> None:
-    """Lets jaxlib find our core as it looks for MPI. Before jax is imported; one that the user names is kept.
+    """Let jaxlib load our core as MPI. Call this before jax is imported. A library that the user names stays.
 
-    `core_file`: for those who must not import this package.
+    `core_file`: the path of the core, for a caller that must not import jaxmpi.
     """
     if core_file is None:
         core_file = getattr(find_spec("jaxmpi._core"), "origin", None)
@@ -64,13 +64,13 @@ def offer(core_file: str | None = None) -> None:
 
 
 def taken() -> None:
-    """jaxlib has been loaded: processes that this one starts need not load our core."""
+    """Remove the variable, once jaxlib is loaded: processes that this one starts need not load our core."""
     if state.offered == os.environ.get(LIBRARY):
         os.environ.pop(LIBRARY, None)
 
 
 def why_not_mpi() -> str:
-    """Why JAX cannot communicate by MPI in this process; empty if it can."""
+    """Return why JAX cannot communicate by MPI in this process; empty if it can."""
     if state.refused is not None:
         return state.refused + ": use a newer jaxmpi, or --collectives gloo"
     if state.offered is None:

@@ -11,12 +11,12 @@ NEEDED = {"jax": "0.6", "numpy": "", "mpi4py": "4.0"}
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without those of its build."""
+    """Return the numbers of a version, without the numbers of the build."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("dev")[0].partition("+")[0]))
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None if it is not installed, or has no description."""
+    """Return the version of a package; None if it is not installed, or has no metadata."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -28,12 +28,12 @@ def shown(package: str) -> str:
 
 
 def unmet() -> str:
-    """The message if packages that jaxmpi needs are missing or too old; else empty."""
+    """Return a message if packages that jaxmpi needs are missing or too old; else empty."""
     found, wanted = [], []
     for package, oldest in NEEDED.items():
         there = installed(package)
         if there is None:
-            if find_spec(package) is not None:  # without its description
+            if find_spec(package) is not None:  # without metadata
                 continue
             found.append(f"{package} is not installed")
         elif numbers(there) < numbers(oldest):

@@ -1,4 +1,4 @@
-"""Finds in a script's own syntax tree that it is written for the other API of mpi4jax than the chosen one.
+"""Find out from the syntax tree of a script whether it is written for the other API of mpi4jax than the chosen one.
 
 Up to 0.7 mpi4jax's functions return the result and a token (`--as mpi4jax-token`), from 0.8 on the result alone (`--as
 mpi4jax`): then `y, _ = allgather(x)` on two ranks takes the rows of an array apart, in silence.
@@ -14,11 +14,11 @@ _FUNCTIONS = frozenset(
     "allgather allreduce alltoall barrier bcast gather recv reduce scan scatter send sendrecv".split()  # noqa: SIM905
 )
 _LIKE_A_TOKEN = re.compile(r"\b_|token|(\b|_)to?kn?\d*(_|\b)", re.IGNORECASE)
-"""What the names of tokens, and of values that nobody needs, look like."""
+"""The pattern of names of tokens and of unused values."""
 
 
 class Sign(NamedTuple):
-    """What a line says about the API for which the script is written: the one with tokens, or the other one."""
+    """A line that shows for which API the script is written: the one with tokens, or the other one."""
 
     certain: bool
     line: int
@@ -27,7 +27,7 @@ class Sign(NamedTuple):
 
 
 def _written(node: ast.expr) -> str:
-    """The text of `a` or `a.b`."""
+    """Return the text of `a` or `a.b`."""
     return f"{_written(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 

@@ -29,6 +29,7 @@ from jaxmpi_launch import command, mpiexec
 from jaxmpi_launch import accelerators, child
 from mpi4py import MPI
 assert jaxmpi.__file__.startswith(sys.argv[1]), jaxmpi.__file__
+assert accelerators.core_file() == jaxmpi._core.__file__, accelerators.core_file()
 print("sum", jaxmpi.allreduce(jnp.float32(3), MPI.SUM, comm=MPI.COMM_SELF))
 """
 
