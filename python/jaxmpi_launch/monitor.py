@@ -34,7 +34,7 @@ _LEAST_WAIT_SECONDS = 2.0
 _END_SECONDS = 20.0
 """The time that mpiexec has to end a job that a rank has aborted."""
 _END_SECONDS_OF_SURVIVORS = 1.0
-"""The same in a job that survives deaths: mpiexec does not end the others."""
+"""The time that mpiexec has in a job that survives deaths: it does not end the others."""
 _GONE_SECONDS = 60.0
 """The time that mpiexec has to end after a signal."""
 
