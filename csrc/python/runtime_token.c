@@ -17,8 +17,11 @@
 #include "core/failure.h"
 #include "execute/entry.h"
 
-/* The arguments of make_call, the function's own attributes in Python, and weak references to it. */
+/* The function, the function in its place, and the hooks; attributes in Python; weak references. */
 enum { COMPUTE, OTHERWISE, CLEAN, DISABLED, TOKENS, EFFECT, RENEW, HEAL, ERROR, WAIT, METHOD, PARTS };
+static const char *const hook_names[PARTS] = {
+    [CLEAN] = "clean", [DISABLED] = "disabled", [TOKENS] = "tokens", [EFFECT] = "effect", [RENEW] = "renew",
+    [HEAL] = "heal",   [ERROR] = "error",       [WAIT] = "wait",     [METHOD] = "method"};
 enum { CURRENT, ARRAY, PENDING, VALUE, COMMITTED, NAME_COUNT };
 struct jitted {
   PyObject_HEAD;
@@ -258,22 +261,25 @@ static PyTypeObject *type_of_jitted(void) {
 }
 
 const char runtime_token_make_call_doc[] =
-    "make_call(compute, otherwise, clean, disabled, tokens, effect, renew, heal, error, wait, method, names)\n"
-    "  -> function of (*args, **kwargs)\n\n"
+    "make_call(compute, otherwise, hooks) -> function of (*args, **kwargs)\n\n"
     "The function calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect. It returns the "
-    "result.";
+    "result. `hooks` has the attributes of _jax/runtime_token.py's Hooks.";
 PyObject *runtime_token_make_call(PyObject *module, PyObject *args) {
   (void)module;
-  PyObject *names = PyTuple_Size(args) == PARTS + 1 ? PyTuple_GetItem(args, PARTS) : NULL;
-  if (names == NULL || !PyTuple_Check(names) || PyTuple_Size(names) != NAME_COUNT)
-    return PyErr_Format(PyExc_TypeError, "%d arguments expected, and %d names", PARTS, NAME_COUNT);
+  PyObject *compute, *otherwise, *hooks, *names;
+  if (!PyArg_ParseTuple(args, "OOO", &compute, &otherwise, &hooks)) return NULL;
+  if ((names = PyObject_GetAttrString(hooks, "names")) == NULL) return NULL;
   PyTypeObject *type = type_of_jitted();
-  PyObject *object = type != NULL ? PyType_GenericAlloc(type, 0) : NULL;
-  struct jitted *self = (struct jitted *)object;
-  for (int i = 0; self != NULL && i < PARTS + NAME_COUNT; i++) {
-    PyObject *part = i < PARTS ? PyTuple_GetItem(args, i) : PyTuple_GetItem(names, i - PARTS);
-    Py_INCREF(part);
-    *(i < PARTS ? &self->parts[i] : &self->names[i - PARTS]) = part;
+  struct jitted *self = type != NULL ? (struct jitted *)PyType_GenericAlloc(type, 0) : NULL;
+  bool whole = self != NULL;
+  if (whole) {
+    Py_INCREF(self->parts[COMPUTE] = compute);
+    Py_INCREF(self->parts[OTHERWISE] = otherwise);
   }
-  return object;
+  for (int i = CLEAN; whole && i < PARTS; i++)
+    whole = (self->parts[i] = PyObject_GetAttrString(hooks, hook_names[i])) != NULL;
+  for (int i = 0; whole && i < NAME_COUNT; i++) whole = (self->names[i] = PySequence_GetItem(names, i)) != NULL;
+  Py_DECREF(names);
+  if (!whole) Py_CLEAR(self);
+  return (PyObject *)self;
 }

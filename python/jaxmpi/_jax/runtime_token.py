@@ -11,6 +11,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -232,6 +233,26 @@ def heal_all_threads() -> None:
         noted.clear()
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """What a call in the order of an effect needs of JAX and of this module: csrc/python/runtime_token.c."""
+
+    effect: Effect
+    renew: Callable[[], Any]
+    """Make a runtime token for this thread."""
+    heal: Callable[..., Any] = _heal
+    """Replace the array of a token whose computation may have failed."""
+    error: Callable[..., Any] = _as_error
+    """Return the exception for users in the place of one of JAX."""
+    wait: Callable[..., Any] = lambda results: _failed(lambda: jax.block_until_ready(results))
+    clean: Callable[[], bool] = core.trace_state_clean
+    disabled: Any = config.disable_jit
+    tokens: Any = dispatch.runtime_tokens
+    method: Callable[..., Any] = types.MethodType
+    names: tuple[str, ...] = ("current_tokens", "_buf", "pending", "value", "_committed")
+    """The attributes of the objects of JAX, in this order."""
+
+
 def with_runtime_token(
     effect: Effect, compute: Callable[..., Any], otherwise: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
@@ -244,20 +265,7 @@ def with_runtime_token(
         tuple if nothing is communicated.
       otherwise: the function called instead inside a trace and with `jax.disable_jit`; None if neither can be.
     """
-    return _core.make_call(
-        compute,
-        otherwise,
-        core.trace_state_clean,
-        config.disable_jit,
-        dispatch.runtime_tokens,
-        effect,
-        lambda: _new_token(effect),
-        _heal,
-        _as_error,
-        lambda results: _failed(lambda: jax.block_until_ready(results)),
-        types.MethodType,
-        ("current_tokens", "_buf", "pending", "value", "_committed"),
-    )
+    return _core.make_call(compute, otherwise, Hooks(effect, renew=lambda: _new_token(effect)))
 
 
 def wait_for_all_threads() -> None:
