@@ -1,4 +1,4 @@
-"""What the launcher itself costs: seconds of a core per second, of a job whose ranks are simulated.
+"""Measure what the launcher itself costs: seconds of a core per second, for a job whose ranks are simulated.
 
     python benchmarks/launcher.py --ranks 1000
 
@@ -7,59 +7,50 @@ others, which all answer, or of which none does.
 """
 
 import argparse
-import contextlib
 import os
-import subprocess
-import tempfile
-import threading
 import time
-from pathlib import Path
 
-from jaxmpi_launch import monitor
+from jaxmpi_launch.folder import Folder
+from jaxmpi_launch.monitor import Monitor
 
 ANSWER = "0.5\nallreduce of 5 float32, op SUM\nthe default communicator\nPython is at here.py:7"
+PAUSE = 0.25
+"""Between two looks of the launcher."""
 
 
-def put(folder: Path, name: str, text: str = "") -> None:
-    (folder / f"{name}.draft").write_text(text)
-    (folder / f"{name}.draft").rename(folder / name)
-
-
-def answer(folder: Path, ranks: int, ending: threading.Event) -> None:
-    """A process that does what all ranks would do."""
+def answer(folder: Folder, ranks: int) -> None:
+    """Do what all ranks would do."""
     asked = ""
-    while not ending.wait(0.1):
-        with contextlib.suppress(OSError):
-            if (question := (folder / "ask").read_text()) != asked:
-                asked = question
-                for rank in range(1, ranks):
-                    put(folder, f"{rank}.state", ANSWER)
+    while os.path.exists(folder.path):
+        time.sleep(0.1)
+        if os.path.exists(os.path.join(folder.path, "ask")) and (question := folder.read("ask")) != asked:
+            asked = question
+            for rank in range(1, ranks):
+                folder.write(f"{rank}.state", ANSWER)
 
 
 def measure(ranks: int, state: str, seconds: float) -> float:
-    """The share of a core."""
-    ending = threading.Event()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made, subprocess.Popen(["sleep", "1000"]) as job:
-        folder = Path(made)
+    """Return the share of a core."""
+    folder, beside = Folder.make(), 0
+    try:
         for rank in range(ranks):
-            put(folder, f"{rank}.began")
-        file, beside = os.pidfd_open(job.pid), 0
-        watched = (folder, ranks, file, job.pid, [], lambda text: None)
+            folder.write(f"{rank}.began", "")
         if state != "nothing":
-            put(folder, "0.ended")
+            folder.write("0.ended", "")
         if state == "answers" and (beside := os.fork()) == 0:
-            answer(folder, ranks, ending)
-        threading.Thread(target=monitor.watch, args=watched, daemon=True).start()
-        time.sleep(3)
+            answer(folder, ranks)
+            os._exit(0)
+        monitor = Monitor(folder, ranks, False, lambda text: None)
         begin, used = time.monotonic(), time.process_time()
-        time.sleep(seconds)
-        share = (time.process_time() - used) / (time.monotonic() - begin)
+        while time.monotonic() - begin < seconds:
+            monitor.step(False)
+            time.sleep(PAUSE)
+        return (time.process_time() - used) / (time.monotonic() - begin)
+    finally:
         if beside:
             os.kill(beside, 9)
             os.waitpid(beside, 0)
-        job.kill()
-        time.sleep(0.5)
-    return share
+        folder.remove()
 
 
 def main() -> None:
