@@ -107,14 +107,29 @@ static PyObject *handlers(PyObject *self, PyObject *args) {
   return result;
 }
 
+/* {platform: value of the memory space} for devices: of `all`, or of those whose driver is there. */
+static PyObject *of_devices(PyObject *(*value)(const struct memory *), bool all) {
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
+    if (!(*space)->host && (all || memory_open(*space) == NULL) &&
+        dict_put(result, (*space)->platform, value(*space)) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
+static PyObject *why_not(const struct memory *space) { return Py_BuildValue("z", memory_open(space)); }
+
+static PyObject *count_of(const struct memory *space) {
+  int devices = 0;
+  return PyLong_FromLong(space->count(&devices) == 0 ? devices : 0);
+}
+
+static PyObject *has_flags(const struct memory *space) { return PyBool_FromLong(space->has_flags()); }
+
 PyDoc_STRVAR(drivers_doc, "drivers() -> {platform: None, or why its arrays cannot be communicated}");
 static PyObject *drivers(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  PyObject *result = PyDict_New();
-  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
-    if (!(*space)->host && dict_put(result, (*space)->platform, Py_BuildValue("z", memory_open(*space))) < 0)
-      Py_CLEAR(result);
-  return result;
+  return of_devices(why_not, true);
 }
 
 PyDoc_STRVAR(device_counts_doc,
@@ -122,14 +137,7 @@ PyDoc_STRVAR(device_counts_doc,
              "For each platform whose driver is there; 0 where the driver finds none or refuses.");
 static PyObject *device_counts(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  PyObject *result = PyDict_New();
-  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++) {
-    int devices = 0;
-    if ((*space)->host || memory_open(*space) != NULL) continue;
-    if ((*space)->count(&devices) != 0) devices = 0;
-    if (dict_put(result, (*space)->platform, PyLong_FromLong(devices)) < 0) Py_CLEAR(result);
-  }
-  return result;
+  return of_devices(count_of, false);
 }
 
 PyDoc_STRVAR(flags_doc,
@@ -137,12 +145,7 @@ PyDoc_STRVAR(flags_doc,
              "For each platform whose driver is there. No device is asked.");
 static PyObject *flags(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  PyObject *result = PyDict_New();
-  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
-    if (!(*space)->host && memory_open(*space) == NULL &&
-        dict_put(result, (*space)->platform, PyBool_FromLong((*space)->has_flags())) < 0)
-      Py_CLEAR(result);
-  return result;
+  return of_devices(has_flags, false);
 }
 
 PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
