@@ -46,6 +46,7 @@ class Device:
         from jaxmpi import _core
         from jaxmpi._mpi import library
         from jaxmpi._operations.table import OPERATIONS
+        from jaxmpi._primitive import lowering
 
         assert library.DEVICES.aware == (TRANSPORT == "aware"), library.DEVICES
         assert TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
@@ -68,7 +69,7 @@ class Device:
             stages = {"instantiate": bridge, "execute": bridge}
             jax.ffi.register_ffi_target(f"simulated_{name}", stages, platform="cpu")
         for operation in OPERATIONS:
-            operation.lower_to("simulated_{}", ("cpu",))
+            lowering.lower_to(operation, "simulated_{}", ("cpu",))
 
     def check(self) -> None:
         """Raises AssertionError if a rule of the driver was broken since the last check, or memory is left behind."""

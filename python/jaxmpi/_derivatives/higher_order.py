@@ -32,7 +32,7 @@ from jaxmpi._derivatives.rewrites import (
 )
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on_p
-from jaxmpi._primitive import effect
+from jaxmpi._primitive import effect, rules
 from jaxmpi._primitive.effect import (
     EFFECT,
     ZERO,
@@ -214,8 +214,8 @@ def differentiate(
     inputs_of(trace)
     if is_ours(primitive):
         effect.check()
-        if not primitive.is_constant(params["call"]) or has_tangent(trace, tracers):
-            tracers = make_operands_depend(trace, tracers, primitive.dependent_operands(tracers), primitive.name)
+        if not rules.is_constant(primitive, params["call"]) or has_tangent(trace, tracers):
+            tracers = make_operands_depend(trace, tracers, rules.dependent_operands(primitive, tracers), primitive.name)
         return own(trace, primitive, tracers, params)
     if primitive is depends_on_p and params["always"]:
         return _differentiate_dependence(own, trace, primitive, tracers, params)

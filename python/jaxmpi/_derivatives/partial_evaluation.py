@@ -17,6 +17,7 @@ from jaxmpi._derivatives.rewrites import with_results_of, without_results
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._jax.primitives import Literal
+from jaxmpi._primitive import rules
 from jaxmpi._primitive.effect import (
     CALLS,
     EFFECT,
@@ -146,7 +147,7 @@ def partially_evaluate(
         possible = internals.inexact_among(tracers)
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
-                for i in primitive.dependent_operands(tracers):
+                for i in rules.dependent_operands(primitive, tracers):
                     tracers[i] = depends_on(tracers[i], inputs)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])

@@ -11,6 +11,7 @@ from jax._src import ad_checkpoint, core
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._jax.primitives import Literal
+from jaxmpi._primitive import rules
 from jaxmpi._primitive.effect import EFFECT, ZERO, JaxParams
 from jaxmpi._primitive.operation import is_ours
 
@@ -166,7 +167,7 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], inputs: Sequence[Any])
         if EFFECT in equation.effects and primitive in _REWRITES:
             results = _REWRITES[primitive](evaluate, params, operands)
         else:
-            for i in primitive.dependent_operands(operands) if is_ours(primitive) else ():
+            for i in rules.dependent_operands(primitive, operands) if is_ours(primitive) else ():
                 operands[i] = depends_on(operands[i], inputs)
             results = jaxprs.evaluate(jaxprs.of_equation(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))

@@ -11,7 +11,7 @@ from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched
 from jaxmpi._mpi.plans import Plan
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays, is_opaque, typed
-from jaxmpi._primitive import keys
+from jaxmpi._primitive import keys, lowering
 from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
@@ -48,7 +48,7 @@ class ByPlan(Operation[Planned]):
     def apply_to_all(self, params: Planned, arrays: Arrays) -> list[Any]:
         """Apply the operation to the arrays; more than once for very many."""
         if keys.among(arrays):
-            types = self.types(arrays, params)
+            types = lowering.types(self, arrays, params)
             self.compare_keys(params, arrays)
             words = self.apply_to_all(*of_words(params, arrays))
             return [keys.like(y, of_array.dtype) for y, of_array in zip(words, types, strict=True)]

@@ -18,7 +18,7 @@ from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES
 from jaxmpi._mpi.strings import Text
-from jaxmpi._primitive import arguments, keys
+from jaxmpi._primitive import arguments, keys, lowering
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import Common, kept
@@ -83,7 +83,7 @@ class Collective(Operation[P]):
         """Apply the operation to each of the arrays; small arrays of the same dtype travel together. All ranks pass
         arrays of the same sizes and dtypes, so they form the same groups. Return the results in order."""
         if keys.among(arrays):
-            types = self.types(arrays, params)
+            types = lowering.types(self, arrays, params)
             self.compare_keys(params, arrays)
             words = self.apply_to_all(params, list(map(keys.words, arrays)))
             return [keys.like(y, of_array.dtype) for y, of_array in zip(words, types, strict=True)]

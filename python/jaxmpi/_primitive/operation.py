@@ -1,33 +1,136 @@
 """An operation as an object that communicates when it is applied, and its compiled programs for eager calls."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._jax import internals
+from jaxmpi._jax import internals, primitives
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._mpi import call_sites, communicators, timeline
 from jaxmpi._mpi.communicators import Communicator
-from jaxmpi._primitive import arguments, keys
+from jaxmpi._mpi.library import OPERATIONS
+from jaxmpi._primitive import arguments, effect, keys, lowering, rules
+from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.jit import eager
-from jaxmpi._primitive.lowering import P
+from jaxmpi._primitive.lowering import ALL, P, Passed
 from jaxmpi._primitive.params import TANGENT, Common, Comparing, Reducing
-from jaxmpi._primitive.rules import Transformed
 
 KNOWN: "list[Operation[Any]]" = []
 """All operations."""
 
 
-class Operation(Transformed[P]):
-    """A primitive that communicates."""
+class Operation(primitives.Primitive, Generic[P]):
+    """A primitive that communicates, always with a list of results. The name is that of a row of csrc/core/ops.def.
+
+    An operation is a class that declares below what differs from the defaults, and an object of this class.
+    """
+
+    multiple_results = True
+
+    identity = False
+    """Whether it is the identity; only the transpose communicates. The core has no operation for it."""
+    works_in_place = False
+    """Whether a result may alias the operand of the same number, where `params.in_place` is set and `may_alias`."""
+    variadic = False
+    """Whether it takes any number of arrays."""
+    starts = False
+    """Whether it starts something that a wait completes: the result is a request, an array of two numbers for each
+    array of a batch."""
+    waits = False
+    """Whether the operands are requests. Their tangents are requests, too: it is linear in them. They are not made to
+    depend on the differentiated inputs."""
+
+    # --- what an operation declares: types, buffers and attributes ---
+
+    def results(self, avals: Sequence[Any], params: P) -> Sequence[Any]:
+        """Return the types of the results from the types of the operands: by default the type of the last one."""
+        return avals[-1:]
+
+    def templates(self, params: P) -> int:
+        """Return how many operands are templates, after the operands that the core has."""
+        return 0
+
+    def passes(self, params: P) -> Passed:
+        return ALL
+
+    def may_alias(self, params: P) -> bool:
+        """Return whether the result takes the place of the operand, on this rank, where `params.in_place` is set."""
+        return self.works_in_place
+
+    def aliases(self, operands: int, params: P) -> bool:
+        """Return whether results take the place of their operands."""
+        return operands == 1 and self.may_alias(params) and params.in_place  # type: ignore[attr-defined]
+
+    def static_attributes(self, avals: Sequence[Any], params: P) -> dict[str, Any]:
+        """Return the attributes that follow from the types of the operands."""
+        return {}
+
+    def elements(self, arrays: Sequence[Any]) -> int:
+        """Return how many elements of these arrays are communicated, for reports."""
+        return sum(math.prod(x.shape) for x in arrays[:1])
+
+    # --- what an operation declares: batches and derivatives ---
+
+    def batch_at(self, params: P) -> tuple[int, int]:
+        """Return the position of the batch axis in mapped operands, and then in the results."""
+        return 0, 0
+
+    def why_not_differentiable(self, params: P) -> str:
+        """Return why no derivative can be taken; empty if one can be taken."""
+        return ""
+
+    nondifferentiable_on_all_ranks = False
+    """Whether all ranks alike refuse a derivative, and none refuses where the operands have no tangents: then the
+    results are constants, as results of integers are."""
+
+    def tangent(self, primals: Sequence[Any], tangents: Sequence[Any], results: Sequence[Any], params: P) -> list[Any]:
+        """Return the tangents of the results. Operands without tangent have None. By default the operation is linear in
+        the operands that MPI reads."""
+        operands = [x if t is None else t for x, t in zip(primals, tangents, strict=True)]
+        return self.bind(*operands, call=params.linear())
+
+    some_differentiable = False
+    """Whether it has a `tangent_of_some`, for operands and templates of which only some have a differentiable dtype."""
+
+    def tangent_of_some(self, primals: Sequence[Any], tangents: Sequence[Any], params: P) -> Any:
+        """Return the tangent of the first result; None if it is zero."""
+        raise NotImplementedError
+
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any], params: P) -> list[Any]:
+        """Return the cotangents of the operands in which it is linear; `operands` has only their shape and dtype."""
+        raise NotImplementedError
+
+    def of_batch(self, axis: Any, params: P) -> P:
+        """Return the parameters for a batch."""
+        return params
+
+    def batch(self, axis: Any, operands: Sequence[Any], axes: Sequence[Any], params: P) -> tuple[list[Any], list[Any]]:
+        """Return the results, and the positions of their batch axes, where some operands are mapped."""
+        return rules.batch(self, axis, operands, axes, params)
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any], params: P) -> tuple[list[Any], list[Any]]:
+        """Return the results and their tangents."""
+        return rules.jvp(self, primals, tangents, params)
+
+    def transpose_all(self, cotangents: Sequence[Any], operands: Sequence[Any], params: P) -> list[Any]:
+        """Return the cotangents of all operands; None for each operand in which the operation is not linear."""
+        return rules.transpose_all(self, cotangents, operands, params)
+
+    # --- what follows ---
 
     def __init__(self, name: str, adjoint: "Operation[Any] | None" = None) -> None:
         """`adjoint`: an operation that was made earlier. Each of the two is the adjoint of the other."""
-        super().__init__(name)
+        super().__init__(f"jaxmpi.{name}")
+        self.core_name = name
+        self.shown = name if self.identity else OPERATIONS[name].shown
+        """The name that users know."""
+        lowering.lower_to(self, "jaxmpi_{}")
+        rules.define(self, type(self).transpose is not Operation.transpose)
         if adjoint is not None:
             self.adjoint, adjoint.adjoint = adjoint, self
         KNOWN.append(self)
@@ -41,12 +144,25 @@ class Operation(Transformed[P]):
     adjoint: Any
     """The operation whose map is the transpose, if it is another one. The second of the two sets it."""
 
+    def bind_with_trace(self, trace: Any, args: Any, *more: Any) -> Any:
+        if type(trace).__name__ == "JetTrace" and any(map(internals.inexact, args)):
+            raise Unsupported(
+                f"jaxmpi.{self.shown}: jax.experimental.jet has no rule for communication. Nested jax.jvp gives the "
+                "same derivatives, on all ranks alike."
+            )
+        if effect.cannot_be_traced.get():
+            raise effect.unsupported("a function with jax.custom_jvp or jax.custom_vjp that looks at values")
+        if type(trace) is internals.DynamicJaxprTrace:
+            communicators.refuse_in_child_of_fork()
+            lowering.find_site(self, args, more[-1]["call"])
+        return super().bind_with_trace(trace, args, *more)
+
     def apply(self, params: P, *operands: Any) -> list[Any]:
         """Apply the operation, and return the results. Outside of any trace this calls the compiled program."""
         if internals.trace_state_clean():
             return _call(self, params.comm, params, operands)
         if params.derivative == TANGENT:  # a value that a JVP rule communicates, too
-            roles = self.roles(len(operands), params)
+            roles = lowering.roles_of(self, len(operands), params)
             first = next((i for i, role in enumerate(roles) if role != "host"), None)
             operands = tuple(
                 depends_on(x, [], always=True) if i == first or self.variadic else x for i, x in enumerate(operands)
@@ -63,7 +179,7 @@ class Operation(Transformed[P]):
         Outside of any trace the leaves are one program: an error of one leaf is an error of all results.
         """
         if keys.among(x for xs in operands for x in xs):
-            types = [self.types(xs, call) for call, xs in zip(params, operands, strict=True)]
+            types = [lowering.types(self, xs, call) for call, xs in zip(params, operands, strict=True)]
             self.compare_keys(params[0], [x for xs in operands for x in xs])
             words = self.apply_to_leaves(params, [list(map(keys.words, xs)) for xs in operands])
             return [
@@ -140,7 +256,7 @@ def _report_line(primitive: Operation[Any], params: Any, operands: Sequence[Any]
     _reported.add(call)
     if not primitive.identity:
         for call_params, xs in _each_of(params, tuple(map(jax.typeof, operands))):
-            primitive.add_site(xs, call_params, call_sites.of_frame(frame))
+            lowering.add_site(primitive, xs, call_params, call_sites.of_frame(frame))
 
 
 def _each_of(params: Any, operands: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
