@@ -1,9 +1,9 @@
 """A shallow-water model goes on when processes die: the others have copies of the state, and take over.
 
 The model is that of shallow_water.py. Every few steps the program saves the state. By default it uses a
-`jaxmpi.Replica`: each process sends its part to the next one, which keeps it. With `--files DIR` it uses files. If a
-process dies the others get an error, make a communicator without it, divide the sea again, and go on from the last
-saved state. The result is the same as in a run in which nobody dies, but for rounding.
+`jaxmpi.survive.Replica`: each process sends its part to the next one, which keeps it. With `--files DIR` it uses files.
+If a process dies the others get an error, make a communicator without it, divide the sea again, and go on from the
+last saved state. The result is the same as in a run in which nobody dies, but for rounding.
 
     python -m jaxmpi.run -n 4 --survive examples/survivor.py --kill 1@300 --kill 2@700
 
@@ -53,7 +53,7 @@ class Memory:
 
     def __init__(self, tree: Tree, grid: jaxmpi.Grid, copies: int) -> None:
         # Nothing is saved here: a spare process makes it when it steps in, while the others restore.
-        self.replica = jaxmpi.Replica(tree, grid=grid, width=WIDTH, copies=copies, save=False)
+        self.replica = jaxmpi.survive.Replica(tree, grid=grid, width=WIDTH, copies=copies, save=False)
 
     def save(self, tree: Tree, grid: jaxmpi.Grid) -> None:
         self.replica.save(tree)
@@ -109,17 +109,19 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
     done, state = 0, None
     while done < steps:
         try:
-            with jaxmpi.survive(uniform=True):  # all that live have done these steps and saved the state, or all raise
+            with jaxmpi.survive.deaths(
+                uniform=True
+            ):  # all that live have done these steps and saved the state, or all raise
                 if state is None:
                     done, state = restart(kept, grid, model)
                 stop = min(done + options.every, steps)
                 state = advance(model, state, done, stop, death)
                 kept.save(tree_of(stop, state), grid)
             done = stop
-        except jaxmpi.ProcessFailed as failure:
+        except jaxmpi.survive.ProcessFailed as failure:
             begin = time.perf_counter()
-            comm = jaxmpi.recover()  # calls without comm= use it from now on, also for the grid
-            lost, size = jaxmpi.lost(grid.comm, comm), grid.comm.size
+            comm = jaxmpi.survive.recover()  # calls without comm= use it from now on, also for the grid
+            lost, size = jaxmpi.survive.lost(grid.comm, comm), grid.comm.size
             grid = shallow_water.make_grid(nx, ny)
             model, state = shallow_water.make_model(grid), None
             if comm.rank == 0:

@@ -30,7 +30,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     _start.start()
 
     # isort: split
-    from jaxmpi._mpi.survival import ProcessFailed, get_default, lost, process_failure, recover, set_default, survive
+    from jaxmpi._mpi.survival import get_default, set_default
     from jaxmpi._operations.by_counts import allgatherv, alltoallv, gatherv, reduce_scatter, scatterv
     from jaxmpi._operations.collectives import allgather, alltoall, barrier, bcast, gather, scatter
     from jaxmpi._operations.messages import recv, send, sendrecv
@@ -49,19 +49,18 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         from jaxmpi import info as info
         from jaxmpi import run as run
         from jaxmpi import sharded as sharded
+        from jaxmpi import survive as survive
         from jaxmpi import testing as testing
         from jaxmpi import tokens as tokens
         from jaxmpi import trace as trace
         from jaxmpi._grid.grid import Grid
         from jaxmpi._grid.redistribute import iredistribute, redistribute
-        from jaxmpi._replica import Replica
         from jaxmpi._unstructured.index_map import IndexMap
         from jaxmpi._unstructured.migration import migrate
     else:
         _LATER = {
             "Grid": "_grid.grid",
             "IndexMap": "_unstructured.index_map",
-            "Replica": "_replica",
             "iredistribute": "_grid.redistribute",
             "migrate": "_unstructured.migration",
             "redistribute": "_grid.redistribute",
@@ -77,6 +76,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
             "io",
             "run",
             "sharded",
+            "survive",
             "testing",
             "tokens",
             "trace",
@@ -95,8 +95,6 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     __all__ = [
         "Grid",
         "IndexMap",
-        "ProcessFailed",
-        "Replica",
         "Request",
         "allgather",
         "allgatherv",
@@ -124,12 +122,9 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "iredistribute",
         "isend",
         "jit",
-        "lost",
         "migrate",
         "neighbor_allgather",
         "neighbor_alltoall",
-        "process_failure",
-        "recover",
         "recv",
         "redistribute",
         "reduce",
@@ -142,7 +137,6 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "sendrecv",
         "set_default",
         "static",
-        "survive",
         "wait",
         "waitall",
     ]

@@ -1,4 +1,4 @@
-"""`jaxmpi.Replica`: a state in the memory of the ranks, each of which keeps copies of other ranks' blocks.
+"""`jaxmpi.survive.Replica`: a state in the memory of the ranks, each of which keeps copies of other ranks' blocks.
 
 A save is a block of bytes for each rank, with all fields without their halos. Rank r sends its block to ranks r + 1 to
 r + copies, modulo the number of ranks. The next call waits for these messages. It begins with a reduction: after that,
@@ -235,8 +235,8 @@ class Replica(Local):
     def restore(self, grid: Grid) -> Any:
         """Return the last saved tree of which no block is lost, divided by `grid`. Later saves use this grid, too.
 
-        After a death call it with a grid on the communicator that `jaxmpi.recover` has made. When it returns, the ranks
-        of the new grid keep the copies. If one of them dies in between, call it again, with the next grid. Without a
+        After a death call it with a grid on the communicator that `jaxmpi.survive.recover` has made. When it returns, the
+        ranks of the new grid keep the copies. If one of them dies in between, call it again, with the next grid. Without a
         death it goes back to the last save.
 
         Args:
@@ -388,8 +388,8 @@ class Replica(Local):
             comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
         if flags.all():
             raise RuntimeError(
-                "Replica: some ranks save, while others restore. Call restore on all ranks after jaxmpi.recover. With "
-                "spare ranks, make the Replica with save=False, because a rank that steps in begins with restore."
+                "Replica: some ranks save, while others restore. Call restore on all ranks after jaxmpi.survive.recover. "
+                "With spare ranks, make the Replica with save=False, because a rank that steps in begins with restore."
             )
 
     # --- restoring -------------------------------------------------------------------------------------------------

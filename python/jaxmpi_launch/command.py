@@ -87,7 +87,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--survive",
         action="store_true",
-        help="the death of a rank is an error of the others, jaxmpi.ProcessFailed, and not the end of the job "
+        help="the death of a rank is an error of the others, jaxmpi.survive.ProcessFailed, and not the end of the job "
         "(Open MPI 5 or later)",
     )
     parser.add_argument(

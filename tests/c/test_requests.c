@@ -1051,9 +1051,9 @@ TEST(a_communicator_is_given_up) {
   CHECK_EQUAL(abi->give_up(comm), 2);
   CHECK_EQUAL(requests_in_flight(), 1);
   FAILS(START("isend", ARRAY(U8, in, 4), (float[2]){0}, COMM(comm), 2, 5), FFI_FAILED_PRECONDITION,
-        "has been given up by jaxmpi.recover");
-  FAILS(wait_on(comm, id, ARRAY(U8, out, 4)), FFI_FAILED_PRECONDITION, "given up by jaxmpi.recover");
-  FAILS(wait_on(comm, other, NONE), FFI_FAILED_PRECONDITION, "given up by jaxmpi.recover");
+        "has been given up by jaxmpi.survive.recover");
+  FAILS(wait_on(comm, id, ARRAY(U8, out, 4)), FFI_FAILED_PRECONDITION, "given up by jaxmpi.survive.recover");
+  FAILS(wait_on(comm, other, NONE), FFI_FAILED_PRECONDITION, "given up by jaxmpi.survive.recover");
   CHECK_EQUAL(abi->give_up(comm), 0);
   fake->comm_free(comm->handle);
   deliver(3, 1, 4);

@@ -1,4 +1,4 @@
-"""`jaxmpi.Replica` without deaths: what is restored is what was saved. With deaths: tests/launcher/test_survive.py."""
+"""`Replica` without deaths: what is restored is what was saved. With deaths: tests/launcher/test_survive.py."""
 
 import pickle
 
@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
+from jaxmpi.survive import Replica
 from replicas import divisions, plain, state
 from support.rows import each
 
@@ -29,7 +30,7 @@ def test_what_was_saved_last(copies):
     """On the same grid and on others, as often as one likes."""
     grid, rows = jaxmpi.Grid((0, 0), SHAPE), jaxmpi.Grid((SIZE, 1), SHAPE)
     uneven = jaxmpi.Grid((1, SIZE), (7, [9 - (SIZE - 1)] + [1] * (SIZE - 1)), periodic=(False, True))
-    replica = jaxmpi.Replica(state(grid, 0), grid=divisions(grid), width={"fields": 1}, copies=copies)
+    replica = Replica(state(grid, 0), grid=divisions(grid), width={"fields": 1}, copies=copies)
     check(replica.restore(grid), state(grid, 0))
     for step in (1, 2, 3):
         replica.save(state(grid, step))
@@ -44,35 +45,35 @@ def test_axes_and_one_grid():
     grid = jaxmpi.Grid((0,), (3 * SIZE,))
     rank = MPI.COMM_WORLD.rank
     tree = (jnp.arange(6.0).reshape(3, 2) + rank, jnp.float32(4), 2.5)
-    replica = jaxmpi.Replica(tree, grid=grid, axes=[-2])
+    replica = Replica(tree, grid=grid, axes=[-2])
     check(replica.restore(grid), tree)
 
 
 def test_a_saved_tree_may_be_changed():
     grid = jaxmpi.Grid((0,), (2 * SIZE,))
     x, weights = np.ones(2), np.ones(())
-    replica = jaxmpi.Replica({"x": x, "weights": weights}, grid=grid)
+    replica = Replica({"x": x, "weights": weights}, grid=grid)
     x[:], weights[...] = 2, 2
     check(replica.restore(grid), {"x": np.ones(2), "weights": np.ones(())})
     donating = jax.jit(lambda x: 2 * x, donate_argnums=0)
     y = jnp.ones(2)
-    replica = jaxmpi.Replica({"x": y, "weights": 1}, grid=grid)
+    replica = Replica({"x": y, "weights": 1}, grid=grid)
     donating(y)
     check(replica.restore(grid), {"x": jnp.ones(2), "weights": 1})
 
 
 REFUSED = {
-    "a field that does not fit": lambda grid, other: jaxmpi.Replica(jnp.ones(5), grid=grid),
-    "no grid": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=None),
-    "shapes": lambda grid, other: jaxmpi.Replica(jax.ShapeDtypeStruct((2,), jnp.float32), grid=grid),
-    "two grids": lambda grid, other: jaxmpi.Replica([jnp.ones(2)] * 2, grid=[grid, other]),
-    "no copies": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid, copies=0),
-    "another structure": lambda grid, other: jaxmpi.Replica([jnp.ones(2)], grid=grid).save([jnp.ones(2), 1]),
-    "another dtype": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid).save(jnp.ones(2, jnp.int32)),
-    "another global shape": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid).restore(other),
-    "what is no grid": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid).restore((SIZE,)),
-    "random keys for each cell": lambda grid, other: jaxmpi.Replica(jax.random.split(jax.random.key(1), 2), grid=grid),
-    "pickled": lambda grid, other: pickle.dumps(jaxmpi.Replica(jnp.ones(2), grid=grid)),
+    "a field that does not fit": lambda grid, other: Replica(jnp.ones(5), grid=grid),
+    "no grid": lambda grid, other: Replica(jnp.ones(2), grid=None),
+    "shapes": lambda grid, other: Replica(jax.ShapeDtypeStruct((2,), jnp.float32), grid=grid),
+    "two grids": lambda grid, other: Replica([jnp.ones(2)] * 2, grid=[grid, other]),
+    "no copies": lambda grid, other: Replica(jnp.ones(2), grid=grid, copies=0),
+    "another structure": lambda grid, other: Replica([jnp.ones(2)], grid=grid).save([jnp.ones(2), 1]),
+    "another dtype": lambda grid, other: Replica(jnp.ones(2), grid=grid).save(jnp.ones(2, jnp.int32)),
+    "another global shape": lambda grid, other: Replica(jnp.ones(2), grid=grid).restore(other),
+    "what is no grid": lambda grid, other: Replica(jnp.ones(2), grid=grid).restore((SIZE,)),
+    "random keys for each cell": lambda grid, other: Replica(jax.random.split(jax.random.key(1), 2), grid=grid),
+    "pickled": lambda grid, other: pickle.dumps(Replica(jnp.ones(2), grid=grid)),
 }
 
 
@@ -89,12 +90,12 @@ def test_refused():
 def test_nothing_saved_yet():
     """With `save=False` making one saves nothing, and a tree that has not been saved is not restored."""
     grid = jaxmpi.Grid((0, 0), SHAPE)
-    replica = jaxmpi.Replica(state(grid, 0), grid=divisions(grid), width={"fields": 1}, save=False)
+    replica = Replica(state(grid, 0), grid=divisions(grid), width={"fields": 1}, save=False)
     assert replica.restore(grid) is None
     replica.save(state(grid, 1))
     check(replica.restore(grid), state(grid, 1))
     tree = {"x": jnp.ones(grid.local_shape), "step": 3}
-    replica = jaxmpi.Replica(jax.eval_shape(lambda: tree), grid={"x": grid, "step": None}, save=False)
+    replica = Replica(jax.eval_shape(lambda: tree), grid={"x": grid, "step": None}, save=False)
     replica.save(tree)
     check(replica.restore(grid), tree)
 
@@ -102,8 +103,8 @@ def test_nothing_saved_yet():
 def test_within_a_trace():
     """An error that says what to do, and not one of NumPy's."""
     grid = jaxmpi.Grid((0,), (2 * SIZE,))
-    replica = jaxmpi.Replica(jnp.ones(2), grid=grid)
-    for call in (replica.save, lambda x: jaxmpi.Replica(x, grid=grid)):
+    replica = Replica(jnp.ones(2), grid=grid)
+    for call in (replica.save, lambda x: Replica(x, grid=grid)):
         with pytest.raises(TypeError, match="it is called in a function that JAX is tracing"):
             jax.jit(call)(jnp.ones(2))
     check(replica.restore(grid), jnp.ones(2))

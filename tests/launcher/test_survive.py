@@ -1,4 +1,4 @@
-"""Jobs that go on as ranks die: `python -m jaxmpi.run --survive`, `jaxmpi.recover`.
+"""Jobs that go on as ranks die: `python -m jaxmpi.run --survive`, `jaxmpi.survive.recover`.
 
 Ten tests run each time, five of them jobs: recovery with checks, what is given up, agreed values, spares and Replica,
 wrong arguments. The others are of what docs/survive.md says.
@@ -29,6 +29,7 @@ BEGIN = """
     import ctypes, os, signal, sys, time
     import jax, jax.numpy as jnp, numpy as np
     import jaxmpi
+    from jaxmpi import survive
     from mpi4py import MPI
     WORLD = MPI.COMM_WORLD
     rank, size = WORLD.rank, WORLD.size
@@ -83,7 +84,7 @@ def test_spares_without_survive():
 FAILING = {
     "eager": ("jaxmpi.allreduce(x, MPI.SUM)", "allreduce"),
     "jaxmpi.jit": ("jaxmpi.jit(add)(x)", "allreduce"),
-    "jax.jit": ("jaxmpi.survive()(jax.jit(add))(x)", "allreduce"),
+    "jax.jit": ("jaxmpi.survive.deaths()(jax.jit(add))(x)", "allreduce"),
     "wait": ("jaxmpi.wait(jaxmpi.iallreduce(x, MPI.SUM))", "iallreduce"),
     "exchange": ("grid.exchange(jnp.ones(5))", "Grid.exchange"),
     "IndexMap": ("jaxmpi.IndexMap(3 * rank + np.arange(3), [], comm=comm)", "IndexMap"),
@@ -121,12 +122,12 @@ def test_error_and_recovery(call, tmp_path):
             if rank == 0: call()
             else: jaxmpi.recv(x, 0, comm=comm)
             told("nothing raised")
-        except jaxmpi.ProcessFailed as error:
+        except jaxmpi.survive.ProcessFailed as error:
             assert isinstance(error, jax.errors.JaxRuntimeError)
             told("failed in", error.operation, set(error.ranks) <= {1}, error.comm == comm)
             old = error.comm
-        comm = jaxmpi.recover()
-        told("sum", jaxmpi.allreduce(x, MPI.SUM)[0], jaxmpi.lost(old, comm))
+        comm = jaxmpi.survive.recover()
+        told("sum", jaxmpi.allreduce(x, MPI.SUM)[0], jaxmpi.survive.lost(old, comm))
     """
     setting = f"folder, operation, call = {str(tmp_path / 'states')!r}, {operation!r}, lambda: {text}"
     done = survive(tmp_path, 3, setting, program)
@@ -157,8 +158,8 @@ def test_each_end_of_a_rank(how, tmp_path):
             for i in range(1000):
                 if i == 10 and rank == 0: {how}
                 jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
-        except jaxmpi.ProcessFailed as error:
-            told("left", jaxmpi.recover().size)
+        except jaxmpi.survive.ProcessFailed as error:
+            told("left", jaxmpi.survive.recover().size)
     """
     done = survive(tmp_path, 3, loop)
     assert done.stdout.count("left 2") == 2, done.stdout + done.stderr
@@ -174,7 +175,7 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
         old = WORLD.Dup()
         grid = jaxmpi.Grid((3,), (9,), periodic=True, comm=old)
         grid.exchange(jnp.ones(5)).block_until_ready()
-        replica = jaxmpi.Replica({"u": x}, grid=grid)
+        replica = jaxmpi.survive.Replica({"u": x}, grid=grid)
         points = jaxmpi.IndexMap(3 * rank + np.arange(3), [], comm=old)
         inner = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM))  # traced once, within others too
         outer = jaxmpi.jit(lambda x: inner(x) + jax.lax.fori_loop(0, 2, lambda _, y: inner(x), x))
@@ -185,24 +186,24 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
         if rank == 2: die()
         def fails(call):
             try: jax.block_until_ready(call())
-            except jaxmpi.ProcessFailed as error: return f"another death, for which a loop would recover: {error}"
+            except survive.ProcessFailed as error: return f"another death, for which a loop would recover: {error}"
             except (RuntimeError, ValueError) as error: return str(error)
             return "nothing"
         fails(lambda: [jaxmpi.barrier(comm=old) for _ in range(1000)])
         fails(lambda: [jaxmpi.allreduce(x, MPI.SUM).block_until_ready() for _ in range(1000)])
-        comm, new = jaxmpi.recover(old, None)
+        comm, new = jaxmpi.survive.recover(old, None)
         assert comm.size == new.size == 2
         again, nine = (jaxmpi.Grid((2,), (n,), periodic=True, comm=comm) for n in (6, 9))
         for text, call in [
-            ("given up by jaxmpi.recover", lambda: jaxmpi.wait(request)),
+            ("given up by jaxmpi.survive.recover", lambda: jaxmpi.wait(request)),
             ("comm has been given up", lambda: jaxmpi.allreduce(x, MPI.SUM, comm=old)),
             ("Make the grid again", lambda: grid.exchange(jnp.ones(5))),
-            ("given up by jaxmpi.recover", lambda: replica.save({"u": x})),
-            ("given up by jaxmpi.recover", lambda: replica.restore(grid)),
-            ("given up by jaxmpi.recover", lambda: grid.gather(x)),
-            ("given up by jaxmpi.recover", lambda: grid.scatter(jnp.ones(9))),
-            ("given up by jaxmpi.recover", lambda: jaxmpi.redistribute(x, grid, nine)),
-            ("given up by jaxmpi.recover", lambda: points.exchange(x)),
+            ("given up by jaxmpi.survive.recover", lambda: replica.save({"u": x})),
+            ("given up by jaxmpi.survive.recover", lambda: replica.restore(grid)),
+            ("given up by jaxmpi.survive.recover", lambda: grid.gather(x)),
+            ("given up by jaxmpi.survive.recover", lambda: grid.scatter(jnp.ones(9))),
+            ("given up by jaxmpi.survive.recover", lambda: jaxmpi.redistribute(x, grid, nine)),
+            ("given up by jaxmpi.survive.recover", lambda: points.exchange(x)),
         ]:
             assert text in fails(call), fails(call)
         assert np.array_equal(replica.restore(nine)["u"], np.ones(nine.local_shape))
@@ -229,7 +230,7 @@ def test_agreed_or_recovered(spare, tmp_path):
     leaves a block by an exception of its own, no other waits for it."""
     program = """
         jaxmpi.get_default()
-        agreed = jaxmpi.survive(uniform=True)(lambda x: jaxmpi.allreduce(x, MPI.SUM))
+        agreed = jaxmpi.survive.deaths(uniform=True)(lambda x: jaxmpi.allreduce(x, MPI.SUM))
         if rank < 4: assert float(agreed(x)[0]) == 4  # not a spare one, which has stepped in
         if rank == 3: die()
         time.sleep(0.3 * rank)
@@ -237,18 +238,18 @@ def test_agreed_or_recovered(spare, tmp_path):
             if rank == 0:
                 for _ in range(1000): jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
             if rank == 1:
-                with jaxmpi.survive(uniform=True): pass
+                with jaxmpi.survive.deaths(uniform=True): pass
             if rank == 2:
                 agreed(x)
-        except jaxmpi.ProcessFailed:
-            told("left", jaxmpi.recover().size)
+        except jaxmpi.survive.ProcessFailed:
+            told("left", jaxmpi.survive.recover().size)
         told("sum", float(agreed(x)[0]))
         try:
-            with jaxmpi.survive(uniform=True):
+            with jaxmpi.survive.deaths(uniform=True):
                 if rank == 1: raise KeyError("mine")
                 jaxmpi.barrier()
-        except (jaxmpi.ProcessFailed, KeyError) as error:
-            told("then", type(error).__name__, jaxmpi.recover().size)
+        except (jaxmpi.survive.ProcessFailed, KeyError) as error:
+            told("then", type(error).__name__, jaxmpi.survive.recover().size)
     """
     done = survive(tmp_path, 4, program, spare=spare)
     left = 3 + spare
@@ -285,7 +286,7 @@ def test_spares(deaths, tmp_path):
         members = None
         while members is None or at < len(rounds):
             try:
-                with jaxmpi.survive(uniform=True):
+                with jaxmpi.survive.deaths(uniform=True):
                     at = int(jaxmpi.allreduce(jnp.int32(at), MPI.MAX))
                     members = np.asarray(jaxmpi.allgather(jnp.int32(rank))).tolist()
                     assert members[comm.rank] == rank
@@ -298,8 +299,8 @@ def test_spares(deaths, tmp_path):
                     if waiting == rounds[at - 1]: time.sleep(3)
                     else:
                         for _ in range(100000): jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
-            except jaxmpi.ProcessFailed:
-                comm, members = jaxmpi.recover(), None
+            except jaxmpi.survive.ProcessFailed:
+                comm, members = jaxmpi.survive.recover(), None
         told("of", members, "of", np.asarray(jaxmpi.allgather(jnp.int32(rank))).tolist())
     """
     setting = f"rounds, size = {rounds}, {ranks}\nif rank in {ends}: sys.exit()"
@@ -319,22 +320,22 @@ def test_first_save_is_interrupted(tmp_path):
     program = """
         comm = jaxmpi.get_default()
         grid = jaxmpi.Grid((0,), (6,))
-        replica = jaxmpi.Replica(x[:2], grid=grid, save=False)
+        replica = jaxmpi.survive.Replica(x[:2], grid=grid, save=False)
         if rank == 1: replica._begin = lambda *arguments: die()
         while True:
             try:
-                with jaxmpi.survive(uniform=True):
+                with jaxmpi.survive.deaths(uniform=True):
                     restored = replica.restore(grid)
                 members = np.asarray(jaxmpi.allgather(jnp.int32(rank))).tolist()
                 told("restored", restored if restored is None else np.asarray(restored).tolist(), "by", members)
                 if restored is not None: break
-                with jaxmpi.survive(uniform=True):
+                with jaxmpi.survive.deaths(uniform=True):
                     value = comm.bcast(rank, 1)
                     for _ in range(2): replica.save(value * x[:2])
                 if rank == 2: die()
                 for _ in range(100000): jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
-            except jaxmpi.ProcessFailed:
-                comm = jaxmpi.recover()
+            except jaxmpi.survive.ProcessFailed:
+                comm = jaxmpi.survive.recover()
                 grid = jaxmpi.Grid((0,), (6,))
     """
     done = survive(tmp_path, 3, program, spare=2)
@@ -411,14 +412,14 @@ JOBS = {
         """
         try:
             grid = jaxmpi.Grid((0,), (6,))
-            replica = jaxmpi.Replica(x[:2], grid=grid)
+            replica = jaxmpi.survive.Replica(x[:2], grid=grid)
             while True:
                 try:
                     if rank == 1: die()
                     for _ in range(1000): replica.save(x[:2])
                     break
-                except jaxmpi.ProcessFailed:
-                    jaxmpi.recover()
+                except jaxmpi.survive.ProcessFailed:
+                    jaxmpi.survive.recover()
                     replica.restore(jaxmpi.Grid((0,), (6,)))
         except RuntimeError as error: told(error)
         """,
@@ -428,13 +429,13 @@ JOBS = {
         (4, 0, 77),
         """
         grid = jaxmpi.Grid((0,), (8,))
-        replica = jaxmpi.Replica({"x": x[:2] + rank}, grid=grid)
+        replica = jaxmpi.survive.Replica({"x": x[:2] + rank}, grid=grid)
         all_have_come()
         if rank in (1, 2): die()
         try:
             for _ in range(100): replica.save({"x": x[:2] + rank})
-        except jaxmpi.ProcessFailed as failure: told(type(failure).__name__)
-        jaxmpi.recover()
+        except jaxmpi.survive.ProcessFailed as failure: told(type(failure).__name__)
+        jaxmpi.survive.recover()
         try: replica.restore(jaxmpi.Grid((0,), (8,)))
         except RuntimeError as error: told(error)
         """,
@@ -468,7 +469,7 @@ JOBS = {
                 lambda: agreement.sums(its, "this", None, 1),
             ):
                 try: told("WRONG", call())
-                except MPI.Exception as error: told("failed", jaxmpi.process_failure(error) is not None)
+                except MPI.Exception as error: told("failed", jaxmpi.survive.process_failure(error) is not None)
         """,
         {"WRONG": 0, "failed True": 10},
     ),
@@ -537,9 +538,9 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
         if rank == 2: raise KeyError("this")
         try:
             while rank < 3: jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
-        except jaxmpi.ProcessFailed as error:
-            comm = jaxmpi.recover()
-            told("failed in", error.operation, set(error.ranks) <= {2}, jaxmpi.lost(error.comm, comm))
+        except jaxmpi.survive.ProcessFailed as error:
+            comm = jaxmpi.survive.recover()
+            told("failed in", error.operation, set(error.ranks) <= {2}, jaxmpi.survive.lost(error.comm, comm))
         for _ in range(5): told("sum", float(jaxmpi.allreduce(x, MPI.SUM)[0]))
     """
     done = survive(tmp_path, 3, program, spare=spare, JAXMPI_CHECK="1")
@@ -571,22 +572,22 @@ def test_wrong_arguments(tmp_path):
         async def coroutine(): pass
         between = comm.Split(rank, 0).Create_intercomm(0, comm, 1 - rank, 5)
         wrong = [
-            (jaxmpi.recover, (MPI.COMM_SELF,), ValueError, "recover: comm is MPI.COMM_SELF, which cannot lose a rank"),
-            (jaxmpi.recover, (None, MPI.COMM_SELF), ValueError, "recover: comm is MPI.COMM_SELF"),
-            (jaxmpi.recover, (WORLD,), ValueError, "comm has spare ranks, which wait and do not call recover"),
-            (jaxmpi.recover, (None, WORLD), ValueError, "recover: comm has spare ranks"),
-            (jaxmpi.lost, (3, comm), TypeError, "lost: old must be an intra-communicator of mpi4py, got 3"),
-            (jaxmpi.lost, (comm, None), TypeError, "lost: new must be an intra-communicator of mpi4py, got None"),
-            (jaxmpi.lost, (gone, comm), ValueError, "lost: old is MPI.COMM_NULL"),
-            (jaxmpi.lost, (between, comm), TypeError, "lost: old must be an intra-communicator"),
-            (jaxmpi.survive, (5,), TypeError, "survive: comm must be an intra-communicator of mpi4py, got 5"),
-            (jaxmpi.survive, (gone,), ValueError, "survive: comm is MPI.COMM_NULL"),
-            (jaxmpi.survive, (told,), TypeError, "survive: call it before it decorates a function: @jaxmpi.survive()"),
-            (jaxmpi.survive(), (3,), TypeError, "survive: it decorates functions, got 3"),
-            (lambda uniform: jaxmpi.survive(uniform=uniform), ("yes",), TypeError, "survive: uniform must be True or"),
-            (jaxmpi.survive(), (generator,), TypeError, "is a generator or asynchronous"),
-            (jaxmpi.survive(), (coroutine,), TypeError, "is a generator or asynchronous"),
-            (jaxmpi.survive(), (dict,), TypeError, "survive: it decorates functions, got <class 'dict'>"),
+            (survive.recover, (MPI.COMM_SELF,), ValueError, "recover: comm is MPI.COMM_SELF, which cannot lose a rank"),
+            (jaxmpi.survive.recover, (None, MPI.COMM_SELF), ValueError, "recover: comm is MPI.COMM_SELF"),
+            (jaxmpi.survive.recover, (WORLD,), ValueError, "comm has spare ranks, which wait and do not call recover"),
+            (jaxmpi.survive.recover, (None, WORLD), ValueError, "recover: comm has spare ranks"),
+            (jaxmpi.survive.lost, (3, comm), TypeError, "lost: old must be an intra-communicator of mpi4py, got 3"),
+            (survive.lost, (comm, None), TypeError, "lost: new must be an intra-communicator of mpi4py, got None"),
+            (jaxmpi.survive.lost, (gone, comm), ValueError, "lost: old is MPI.COMM_NULL"),
+            (jaxmpi.survive.lost, (between, comm), TypeError, "lost: old must be an intra-communicator"),
+            (survive.deaths, (5,), TypeError, "survive.deaths: comm must be an intra-communicator of mpi4py, got 5"),
+            (jaxmpi.survive.deaths, (gone,), ValueError, "survive.deaths: comm is MPI.COMM_NULL"),
+            (survive.deaths, (told,), TypeError, "call it before it decorates a function: @jaxmpi.survive.deaths()"),
+            (jaxmpi.survive.deaths(), (3,), TypeError, "survive.deaths: it decorates functions, got 3"),
+            (lambda uniform: survive.deaths(uniform=uniform), ("yes",), TypeError, "survive.deaths: uniform must be True"),
+            (jaxmpi.survive.deaths(), (generator,), TypeError, "is a generator or asynchronous"),
+            (jaxmpi.survive.deaths(), (coroutine,), TypeError, "is a generator or asynchronous"),
+            (jaxmpi.survive.deaths(), (dict,), TypeError, "survive.deaths: it decorates functions, got <class 'dict'>"),
             (jaxmpi.set_default, (None,), TypeError, "set_default: comm must be an intra-communicator"),
         ]
         for function, arguments, kind, text in wrong:
@@ -624,19 +625,19 @@ def test_arrays_that_are_lost(then, uniform, tmp_path):
         kept = x
         for turn in range(5):
             try:
-                with jaxmpi.survive(uniform={uniform}):
+                with jaxmpi.survive.deaths(uniform={uniform}):
                     x = step(x)
                     y = {then}
                 told("sum", x[0], y[0])
                 break
-            except jaxmpi.ProcessFailed as error:
+            except jaxmpi.survive.ProcessFailed as error:
                 told("raised in turn", turn)
-                jaxmpi.recover()
+                jaxmpi.survive.recover()
                 if rank == 1: x = kept  # and the other goes on with what it has
             except RuntimeError as error:
-                assert "an array whose computation failed before jaxmpi.recover" in str(error), error
+                assert "an array whose computation failed before jaxmpi.survive.recover" in str(error), error
                 told("lost in turn", turn)
-                jaxmpi.recover()
+                jaxmpi.survive.recover()
                 x = kept
     """
     done = survive(tmp_path, 3, program)
@@ -655,9 +656,9 @@ def test_recover_is_reported(tmp_path):
         if rank == 1: sys.exit(0)
         if rank == 2: die()
         try: jaxmpi.barrier()
-        except jaxmpi.ProcessFailed: pass
+        except jaxmpi.survive.ProcessFailed: pass
         if rank == 3: time.sleep(12); sys.exit(5)
-        jaxmpi.recover()
+        jaxmpi.survive.recover()
     """
     done = survive(tmp_path, 4, program, JAXMPI_TIMEOUT="3", JAXMPI_TIMEOUT_ACTION="abort")
     assert re.search(r"rank 0 has been waiting for 3\S* s in recover", done.stderr), done.stderr

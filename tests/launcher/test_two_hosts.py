@@ -131,8 +131,8 @@ def test_others_survive(deaths, job):
         while total != {left}:
             try:
                 total = float(jaxmpi.allreduce(x, MPI.SUM)[-1])
-            except jaxmpi.ProcessFailed:
-                jaxmpi.recover()
+            except jaxmpi.survive.ProcessFailed:
+                jaxmpi.survive.recover()
         print("rank", rank, "then", total, flush=True)
     """
     done = job(program, "--survive")
@@ -151,8 +151,8 @@ def test_spare_of_the_other_host(job):
         if rank == 0: os.kill(os.getpid(), 9)
         try:
             while rank < 3: jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
-        except jaxmpi.ProcessFailed:
-            comm = jaxmpi.recover()
+        except jaxmpi.survive.ProcessFailed:
+            comm = jaxmpi.survive.recover()
         print("rank", rank, "is", comm.rank, "of", float(jaxmpi.allreduce(x, MPI.SUM)[-1]), flush=True)
     """
     done = job(program, "--survive", "--spare", "1", ranks=3, begin=IMPORTS)

@@ -4,8 +4,8 @@ python -m jaxmpi.run -n 4 --survive tests/programs/deaths.py --seed 1 --deaths 2
 Each rank executes steps as soak.py does, in an order that is drawn from the seed, the same on all ranks: an operation,
 eagerly, compiled, in a loop or in a derivative, on data that every rank can compute. So NumPy says what is right. Who
 dies, when, and by which signal is drawn as well: at a time, whatever the rank does then, or within
-`jaxmpi.recover`; it says what it is in. The others recover and go on with those that are left. Each ends with a line
-that begins with OK.
+`jaxmpi.survive.recover`; it says what it is in. The others recover and go on with those that are left. Each ends with a
+line that begins with OK.
 """
 
 import argparse
@@ -114,7 +114,7 @@ class Run(Deaths):
             try:
                 over = self.step(self.is_over())
             except Exception as error:
-                if jaxmpi.process_failure(error) is None:
+                if jaxmpi.survive.process_failure(error) is None:
                     raise
                 self.recover()
 
@@ -139,7 +139,7 @@ class Run(Deaths):
     def recover(self):
         begin, Doing.what = time.monotonic(), "recovery"
         self.plan_in_recovery()
-        self.runner, self.is_in_step = steps.Runner(jaxmpi.recover(self.runner.comm)), False
+        self.runner, self.is_in_step = steps.Runner(jaxmpi.survive.recover(self.runner.comm)), False
         self.recovered += 1
         self.slowest = max(self.slowest, time.monotonic() - begin)
 

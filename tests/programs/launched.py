@@ -34,7 +34,7 @@ def small_examples(world):
 def recover_without_survive(world):
     """It says how to start the job."""
     with pytest.raises(RuntimeError, match=r"Start it by python -m jaxmpi.run --survive"):
-        jaxmpi.recover()
+        jaxmpi.survive.recover()
 
 
 def settings(world):

@@ -1,4 +1,4 @@
-"""Ranks that are killed at random times while all save a state in a `jaxmpi.Replica`:
+"""Ranks that are killed at random times while all save a state in a `jaxmpi.survive.Replica`:
 python -m jaxmpi.run -n 4 --survive tests/programs/replicas.py --seed 1 --deaths 2. Ranks of --spare 2 step in.
 
 The state of step k is known to all, so what `restore` returns is compared with that of the step that it names, to the
@@ -79,7 +79,7 @@ class Run(deaths.Deaths):
         self.step, self.complete, self.saves, self.restored = None, 0, 0, 0
         copies = options.deaths if options.copies is None else options.copies
         kept = {"grid": divisions(self.grid), "width": {"fields": 1}, "copies": max(1, copies)}
-        self.replica = jaxmpi.Replica(state(self.grid, 0), save=False, **kept)
+        self.replica = jaxmpi.survive.Replica(state(self.grid, 0), save=False, **kept)
 
     def made(self):
         return jaxmpi.Grid((0, 0), self.shape, comm=self.comm)
@@ -90,10 +90,10 @@ class Run(deaths.Deaths):
             try:
                 over = self.advance(self.is_over())
                 if over:
-                    with jaxmpi.survive(self.comm, uniform=True):
+                    with jaxmpi.survive.deaths(self.comm, uniform=True):
                         self.back()
             except Exception as error:
-                if jaxmpi.process_failure(error) is None:
+                if jaxmpi.survive.process_failure(error) is None:
                     raise
                 over = False
                 self.recover()
@@ -114,7 +114,7 @@ class Run(deaths.Deaths):
     def recover(self):
         deaths.Doing.what = "recovery"
         self.plan_in_recovery()
-        self.comm = jaxmpi.recover(self.comm)
+        self.comm = jaxmpi.survive.recover(self.comm)
         self.grid, self.step = self.made(), None
 
     def back(self):

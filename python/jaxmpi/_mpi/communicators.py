@@ -116,8 +116,8 @@ def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
         )
     if _given_up and (identity := _core.communicator(handle_of(comm))) is not None and identity[0] in _given_up:
         raise ValueError(
-            f"{operation}: the communicator of the {made} has been given up by jaxmpi.recover, because a rank had "
-            f"died. Make the {made} again, on the communicator that recover has returned."
+            f"{operation}: the communicator of the {made} has been given up by jaxmpi.survive.recover, because a rank "
+            f"had died. Make the {made} again, on the communicator that recover has returned."
         )
 
 
@@ -157,7 +157,7 @@ def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
     if known is None:
         if identity[0] in _given_up:
             raise ValueError(
-                f"{operation}: comm has been given up by jaxmpi.recover, because a rank had died. Pass the "
+                f"{operation}: comm has been given up by jaxmpi.survive.recover, because a rank had died. Pass the "
                 "communicator that recover has returned."
             )
         _forget_freed()

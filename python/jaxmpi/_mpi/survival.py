@@ -26,7 +26,7 @@ from jaxmpi._mpi.watch import waiting
 class ProcessFailed(jax.errors.JaxRuntimeError):
     """A rank has died, and an operation of this rank failed because of it, or another rank has noticed the death.
 
-    The job goes on if it has been started by `python -m jaxmpi.run --survive`: see `jaxmpi.recover`.
+    The job goes on if it has been started by `python -m jaxmpi.run --survive`: see `jaxmpi.survive.recover`.
 
     Attributes:
       ranks: the ranks of `comm` that are known to have died, on this rank by now. Empty if another rank has reported
@@ -106,9 +106,9 @@ def _of_lost_array(error: BaseException) -> RuntimeError | None:
     if (match := _DEATH_IN_TEXT.search(str(error))) is None or not communicators.was_given_up(int(match[2])):
         return None
     return RuntimeError(
-        "jaxmpi: an operand or a result is an array whose computation failed before jaxmpi.recover, so there is "
-        "nothing in it. Take the value from before that step: of a variable that the step has not assigned, a "
-        f"jaxmpi.Replica or a file. It had failed by: {error}"
+        "jaxmpi: an operand or a result is an array whose computation failed before jaxmpi.survive.recover, so there "
+        "is nothing in it. Take the value from before that step: of a variable that the step has not assigned, a "
+        f"jaxmpi.survive.Replica or a file. It had failed by: {error}"
     )
 
 
@@ -144,18 +144,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CALLED_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
-class survive(contextlib.ContextDecorator):
+class deaths(contextlib.ContextDecorator):
     """Turns errors that report the death of a rank into `ProcessFailed`, whoever raises them, and at once.
 
-    Use it as `with jaxmpi.survive(comm):` around a step of a program. The end waits for the computations that the step
-    has started. So a step that ends without an error is done on this rank. With `uniform=True` the ranks agree at the
+    Use it as `with jaxmpi.survive.deaths(comm):` around a step of a program. The end waits for the computations that
+    the step has started. So a step that ends without an error is done on this rank. With `uniform=True` the ranks agree at the
     end: all living ranks leave it without an error, or all of them raise. Without it, a rank may have a result from a
     collective in which another rank has noticed a death.
 
     Use it outside of compiled functions: inside, it is executed while JAX traces, and not in the calls.
 
-    It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(jaxmpi.allreduce)` is an operation whose result
-    either all ranks have, or none.
+    It is a decorator, too: `allreduce = jaxmpi.survive.deaths(uniform=True)(jaxmpi.allreduce)` is an operation whose
+    result either all ranks have, or none.
 
     Args:
       comm: the communicator whose ranks agree; the default one if left out.
@@ -168,26 +168,26 @@ class survive(contextlib.ContextDecorator):
 
     def __init__(self, comm: MPI.Comm | None = None, *, uniform: bool = False) -> None:
         if callable(comm):
-            raise TypeError("survive: call it before it decorates a function: @jaxmpi.survive().")
+            raise TypeError("survive.deaths: call it before it decorates a function: @jaxmpi.survive.deaths().")
         if comm is not None:
-            _check_type(comm, "survive")
+            _check_type(comm, "survive.deaths")
         if not isinstance(uniform, bool):
-            raise TypeError(f"survive: uniform must be True or False, got {uniform!r:.80}.")
+            raise TypeError(f"survive.deaths: uniform must be True or False, got {uniform!r:.80}.")
         self._comm, self._uniform = comm, uniform
 
     def __call__(self, func: _Function) -> _Function:
         if not callable(func) or inspect.isclass(func):
-            raise TypeError(f"survive: it decorates functions, got {func!r:.80}.")
+            raise TypeError(f"survive.deaths: it decorates functions, got {func!r:.80}.")
         if any(kind(func) for kind in _CALLED_LATER):
             raise TypeError(
-                f"survive: {func!r:.80} is a generator or asynchronous, and does nothing yet as its call returns. Use "
-                "`with jaxmpi.survive():` in it."
+                f"survive.deaths: {func!r:.80} is a generator or asynchronous, and does nothing yet as its call returns. "
+                "Use `with jaxmpi.survive.deaths():` in it."
             )
         return super().__call__(func)
 
     def __enter__(self) -> None:
         if self._uniform:
-            _check(communicators.default_mpi() if self._comm is None else self._comm, "survive")
+            _check(communicators.default_mpi() if self._comm is None else self._comm, "survive.deaths")
         runtime_token.note_failures()
 
     def __exit__(
@@ -208,7 +208,7 @@ class survive(contextlib.ContextDecorator):
             failure = process_failure(error) or _of_lost_array(error)
         all_done = error is None
         if self._uniform:
-            with waiting(None, "survive"):
+            with waiting(None, "survive.deaths"):
                 all_done = private_comms.agree(
                     communicators.default_mpi() if self._comm is None else self._comm, all_done
                 )
@@ -219,8 +219,8 @@ class survive(contextlib.ContextDecorator):
         if error is None and not all_done:
             comm = communicators.default_mpi() if self._comm is None else self._comm
             raise ProcessFailed(
-                "jaxmpi.survive: a rank has died, or has left the block by an exception: what was done in it is not "
-                "done on all ranks",
+                "jaxmpi.survive.deaths: a rank has died, or has left the block by an exception: what was done in it is "
+                "not done on all ranks",
                 failures.dead(comm),
                 comm,
             )
@@ -249,7 +249,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
       *comms: the communicators; the default one if left out, or None.
 
     Returns:
-      The new communicator, or a tuple if several were passed. Which ranks died: `jaxmpi.lost(old, new)`.
+      The new communicator, or a tuple if several were passed. Which ranks died: `jaxmpi.survive.lost(old, new)`.
 
     Raises:
       RuntimeError: this MPI, or this job, cannot go on without a rank; start it by `python -m jaxmpi.run --survive`.
@@ -319,8 +319,8 @@ def get_default() -> MPI.Comm:
     """Return the communicator of calls without `comm=`.
 
     On a spare rank (`python -m jaxmpi.run --survive --spare N`) this waits, as all calls do that need the default
-    communicator. The wait ends when `jaxmpi.recover` on the others gives it the number of a dead rank. Then this
-    returns the communicator that `recover` returns there. If the program ends on all others, it raises SystemExit.
+    communicator. The wait ends when `jaxmpi.survive.recover` on the others gives it the number of a dead rank. Then
+    this returns the communicator that `recover` returns there. If the program ends on all others, it raises SystemExit.
 
     On other ranks nothing is communicated. The program must not free the communicator.
     """

@@ -36,7 +36,7 @@ static void give_up(void) {
 
 static void use_given_up(void) {
   call_check(&call);
-  REQUIRE(text == NULL || strstr(text, "given up by jaxmpi.recover") != NULL);
+  REQUIRE(text == NULL || strstr(text, "given up by jaxmpi.survive.recover") != NULL);
 }
 
 /* As compare in python/objects.c. */
