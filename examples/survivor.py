@@ -109,9 +109,7 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
     done, state = 0, None
     while done < steps:
         try:
-            with jaxmpi.survive.deaths(
-                uniform=True
-            ):  # all that live have done these steps and saved the state, or all raise
+            with jaxmpi.survive.deaths(uniform=True):  # all that live have done these steps and saved, or all raise
                 if state is None:
                     done, state = restart(kept, grid, model)
                 stop = min(done + options.every, steps)

@@ -235,9 +235,9 @@ class Replica(Local):
     def restore(self, grid: Grid) -> Any:
         """Return the last saved tree of which no block is lost, divided by `grid`. Later saves use this grid, too.
 
-        After a death call it with a grid on the communicator that `jaxmpi.survive.recover` has made. When it returns, the
-        ranks of the new grid keep the copies. If one of them dies in between, call it again, with the next grid. Without a
-        death it goes back to the last save.
+        After a death call it with a grid on the communicator that `jaxmpi.survive.recover` has made. When it returns,
+        the ranks of the new grid keep the copies. If one of them dies in between, call it again, with the next grid.
+        Without a death it goes back to the last save.
 
         Args:
           grid: of the same global shape. A rank that was not in the grid of the save, for example a spare rank that has
@@ -388,7 +388,7 @@ class Replica(Local):
             comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
         if flags.all():
             raise RuntimeError(
-                "Replica: some ranks save, while others restore. Call restore on all ranks after jaxmpi.survive.recover. "
+                "Replica: some ranks save, others restore. Call restore on all ranks after jaxmpi.survive.recover. "
                 "With spare ranks, make the Replica with save=False, because a rank that steps in begins with restore."
             )
 

@@ -584,7 +584,7 @@ def test_wrong_arguments(tmp_path):
             (jaxmpi.survive.deaths, (gone,), ValueError, "survive.deaths: comm is MPI.COMM_NULL"),
             (survive.deaths, (told,), TypeError, "call it before it decorates a function: @jaxmpi.survive.deaths()"),
             (jaxmpi.survive.deaths(), (3,), TypeError, "survive.deaths: it decorates functions, got 3"),
-            (lambda uniform: survive.deaths(uniform=uniform), ("yes",), TypeError, "survive.deaths: uniform must be True"),
+            (lambda x: survive.deaths(uniform=x), ("yes",), TypeError, "survive.deaths: uniform must be True"),
             (jaxmpi.survive.deaths(), (generator,), TypeError, "is a generator or asynchronous"),
             (jaxmpi.survive.deaths(), (coroutine,), TypeError, "is a generator or asynchronous"),
             (jaxmpi.survive.deaths(), (dict,), TypeError, "survive.deaths: it decorates functions, got <class 'dict'>"),

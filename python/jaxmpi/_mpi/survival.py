@@ -148,8 +148,8 @@ class deaths(contextlib.ContextDecorator):
     """Turns errors that report the death of a rank into `ProcessFailed`, whoever raises them, and at once.
 
     Use it as `with jaxmpi.survive.deaths(comm):` around a step of a program. The end waits for the computations that
-    the step has started. So a step that ends without an error is done on this rank. With `uniform=True` the ranks agree at the
-    end: all living ranks leave it without an error, or all of them raise. Without it, a rank may have a result from a
+    the step has started. So a step that ends without an error is done on this rank. With `uniform=True` the ranks agree
+    at the end: all living ranks leave it without an error, or all of them raise. Without it, a rank may have a result from a
     collective in which another rank has noticed a death.
 
     Use it outside of compiled functions: inside, it is executed while JAX traces, and not in the calls.
@@ -180,7 +180,7 @@ class deaths(contextlib.ContextDecorator):
             raise TypeError(f"survive.deaths: it decorates functions, got {func!r:.80}.")
         if any(kind(func) for kind in _CALLED_LATER):
             raise TypeError(
-                f"survive.deaths: {func!r:.80} is a generator or asynchronous, and does nothing yet as its call returns. "
+                f"survive.deaths: {func!r:.80} is a generator or asynchronous, and does nothing yet at its call. "
                 "Use `with jaxmpi.survive.deaths():` in it."
             )
         return super().__call__(func)
