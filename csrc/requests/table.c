@@ -227,7 +227,8 @@ static const char *why_none(bool none, int64_t zero) {
            "gradients would be wrong. Wait for each request inside of that function";
   return none ? "this is not a request: it was never started"
               : "this request has been waited for already, or is of another process, or the communicator has been "
-                "given up by jaxmpi.survive.recover. Each request is waited for once. If a function that waits is executed "
+                "given up by jaxmpi.survive.recover. Each request is waited for once. If a function that waits is "
+                "executed "
                 "again "
                 "(jax.checkpoint executes one again for its derivative), start in that function as well";
 }

@@ -423,7 +423,7 @@ JOBS = {
                     replica.restore(jaxmpi.Grid((0,), (6,)))
         except RuntimeError as error: told(error)
         """,
-        {"Replica: some ranks save, while others restore": 3},
+        {"Replica: some ranks save, others restore": 3},
     ),
     "a rank dies together with the one that keeps its copy": (
         (4, 0, 77),

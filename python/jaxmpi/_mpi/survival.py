@@ -149,8 +149,8 @@ class deaths(contextlib.ContextDecorator):
 
     Use it as `with jaxmpi.survive.deaths(comm):` around a step of a program. The end waits for the computations that
     the step has started. So a step that ends without an error is done on this rank. With `uniform=True` the ranks agree
-    at the end: all living ranks leave it without an error, or all of them raise. Without it, a rank may have a result from a
-    collective in which another rank has noticed a death.
+    at the end: all living ranks leave it without an error, or all of them raise. Without it, a rank may have a result
+    from a collective in which another rank has noticed a death.
 
     Use it outside of compiled functions: inside, it is executed while JAX traces, and not in the calls.
 
