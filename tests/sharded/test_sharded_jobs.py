@@ -237,7 +237,7 @@ WRONG = {
         jax.devices()
         """,
         {},
-        r"was told process \d of 2, but this is rank \d of 2",
+        r"got process \d of 2, but this is rank \d of 2",
     ),
     "several devices of a process": (
         "total()",
