@@ -193,7 +193,7 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
             more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
     text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}{untold}"
     _tell(text)
-    _end(1, _first_line(untold or more or _said_by(error)))
+    _end(1, _first_line(untold or _said_by(error)))
 
 
 def _said_by(error: BaseException) -> str:

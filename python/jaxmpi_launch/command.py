@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     mpiexec = options.mpiexec or mpi.find_mpiexec()
     if mpiexec is not None and shutil.which(mpiexec) is None:
-        sys.exit(f"jaxmpi.run: --mpiexec: {mpiexec} is no program on PATH")
+        sys.exit(f"jaxmpi.run: --mpiexec: there is no program {mpiexec}")
     if mpiexec is None:
         from jaxmpi._mpi import import_errors
 

@@ -25,7 +25,7 @@ VARIABLES = (VARIABLE, stdin.VARIABLE)
 """The variables for the ranks."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_OF_A_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+_OF_A_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _STEP_SECONDS = 0.25
 _SAME_SECONDS = 1.0
 """`timeout` sends a signal to the launcher, and then to the group of the launcher: mpiexec gets one."""
@@ -191,7 +191,8 @@ class Job:
         if aborting:
             (rank, (status, reason)), *others = aborting.items()
             also = f" ({in_words(sorted(other for other, _ in others))} too)" if others else ""
-            say(f"\njaxmpi.run: rank {rank}{also} ended the job with code {status}{': ' if reason else ''}{reason}\n")
+            reason = f": {reason.removeprefix('jaxmpi.run: ')}" if reason else ""
+            say(f"\njaxmpi.run: rank {rank}{also} ended the job with code {status}{reason}\n")
             code = code if code > 0 else status or 1
         elif signals.ending and (code != 0 or (missing and not self.survives)):
             say(f"jaxmpi.run: ended by {_name(signals.ending[-1])}\n")

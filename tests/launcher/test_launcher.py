@@ -216,8 +216,9 @@ def test_signals_come_once(to, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # of JAX about the fork
-def test_ctrl_c_of_a_terminal(tmp_path, job):
-    """It ends a real job, in order."""
+@pytest.mark.parametrize("what", ["Ctrl-C", "the terminal is closed", "SIGHUP"])
+def test_job_in_a_terminal(what, tmp_path, job):
+    """A real job ends in order."""
     program = written(tmp_path, "from mpi4py import MPI\nimport time\nprint('ready', flush=True)\ntime.sleep(100)")
     pid, terminal = pty.fork()
     if pid == 0:
@@ -225,7 +226,12 @@ def test_ctrl_c_of_a_terminal(tmp_path, job):
     seen = b""
     while seen.count(b"ready") < 2:
         seen += os.read(terminal, 1000)
-    os.write(terminal, b"\x03")
+    if what == "the terminal is closed":
+        os.close(terminal)
+    elif what == "Ctrl-C":
+        os.write(terminal, b"\x03")
+    else:
+        os.kill(pid, signal.SIGHUP)
     with contextlib.suppress(OSError):
         while more := os.read(terminal, 1000):
             seen += more
@@ -233,6 +239,7 @@ def test_ctrl_c_of_a_terminal(tmp_path, job):
     assert status != 0
     assert b"within 5 seconds" not in seen  # of Open MPI's, for a second one
     assert b"force abort" not in seen.partition(b"Press Ctrl-C again to force abort")[2]
+    assert until(lambda: not processes(job), 20), "it ends before the launcher ends mpiexec, after 60 seconds"
 
 
 # --- what is passed on --------------------------------------------------------------------------------------------

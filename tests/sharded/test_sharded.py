@@ -239,7 +239,7 @@ def test_two_axes(grid):
     def body(x):
         sums = [lax.psum(x, axes) for axes in ("a", "b", ("a", "b"))]
         rows = [lax.all_gather(x, axes) for axes in ("b", ("a", "b"), ("b", "a"))]
-        around = lax.ppermute(x, ("b", "a"), PERMUTATIONS["around"](SIZE))
+        around = lax.ppermute(x, ("a", "b"), PERMUTATIONS["around"](SIZE))
         parts = [lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True) for axes in (("a", "b"), ("b", "a"))]
         return [jnp.stack([y.reshape(-1) for y in ys]) for ys in (sums, rows[:1], rows[1:], [around], parts)]
 
@@ -251,7 +251,7 @@ def test_two_axes(grid):
         [blocks.sum(0, dtype=np.int32)[b], blocks.sum(1, dtype=np.int32)[a], total],
         [blocks[a]],
         [by_rows, by_columns],
-        [by_columns[place_of[1] - 1]],
+        [by_rows[place_of[0] - 1]],
         [total.reshape(SIZE, 4)[i] for i in place_of],
     ]
     for result, its in zip(found, expected, strict=True):

@@ -75,6 +75,6 @@ int main(void) {
   EXPLORE_WEAKER(&words, record.summary, LOADS);
   explore_good(&stopping);
   EXPLORE_WEAKER(&stopping, watching, STORES);
-  EXPLORE_WEAKER(&stopping, looking, LOADS);
+  EXPLORE_WEAKER(&stopping, polling, LOADS);
   return explore_result();
 }
