@@ -239,7 +239,7 @@ def test_job_in_a_terminal(what, tmp_path, job):
     assert status != 0
     assert b"within 5 seconds" not in seen  # of Open MPI's, for a second one
     assert b"force abort" not in seen.partition(b"Press Ctrl-C again to force abort")[2]
-    assert until(lambda: not processes(job), 20), "it ends before the launcher ends mpiexec, after 60 seconds"
+    assert b"mpiexec is still there" not in seen  # the launcher ends it 60 seconds after a signal that did not reach it
 
 
 # --- what is passed on --------------------------------------------------------------------------------------------
