@@ -1,7 +1,7 @@
 """The operations in the form with tokens, as programs for mpi4jax up to 0.7 and for JPI use them.
 
-Each operation takes a token and returns `(result, token)`; `send` and `barrier` return the token, `isend` and `ibarrier`
-`(request, token)`. Order needs no token:
+Each operation takes a token and returns `(result, token)`; `send` and `barrier` return the token, `isend` and
+`ibarrier` `(request, token)`. Order needs no token:
 jaxmpi hands it back as it came, so that a loop may carry it. `import jaxmpi.tokens as mpi4jax` runs a program of that
 time. The signatures are in tokens.pyi.
 """
