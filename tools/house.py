@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("its", "those", "such", "told", "found", "tell", "tells")
 MOST_WORDS = 35
+INTERNAL = {"JAXMPI_SPARES", "JAXMPI_JOB_FOLDER"}
+"""Variables that the launcher sets for the ranks, and no user."""
 READ = ("python", "csrc", "docs", "README.md", "CONTRIBUTING.md")
 """Where words and sentences are counted."""
 
@@ -137,7 +139,7 @@ def figures() -> dict[str, int]:
     def rows(file: str, mark: str) -> int:
         return len(re.findall(mark, (ROOT / file).read_text(), re.MULTILINE))
 
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text() + (ROOT / "tests/c/Makefile").read_text()
     functions = []
     for path in tracked("python"):
         if path.suffix == ".py":
@@ -152,7 +154,7 @@ def figures() -> dict[str, int]:
         "lines of docs": lines("docs/*.md", "docs/**/*.md", "README.md", "CONTRIBUTING.md"),
         "lines of the launcher": lines("python/jaxmpi/run.py", "python/jaxmpi_launch"),
         "rows of ops.def": rows("csrc/core/ops.def", r"^(OP|OPERATION|ROW)\("),
-        "settings": len(set(re.findall(r'"(JAXMPI_[A-Z_]+)"\)', settings))),
+        "settings": len(set(re.findall(r'"(JAXMPI_[A-Z_]+)"[,)]', settings)) - INTERNAL),
         "marks of pytest": rows("pyproject.toml", r'^  "\w+(\(.*?\))?: '),
         "make targets": len(re.findall(r"^[\w-]+:.*## ", makefile, re.MULTILINE)),
         "longest Python function": max(functions),
