@@ -9,7 +9,7 @@ before it imports jax. See docs/sharded.md.
 """
 
 from jaxmpi_launch import before_jax as _before_jax
-from jaxmpi_launch.command import COLLECTIVES as _COLLECTIVES
+from jaxmpi_launch.sharded_state import COLLECTIVES as _COLLECTIVES
 from jaxmpi_launch.sharded_state import state as _state
 from jaxmpi_launch.sharded_state import why_not_mpi
 

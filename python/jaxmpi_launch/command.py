@@ -21,9 +21,8 @@ from typing import Any
 
 from jaxmpi_launch import mpiexec as mpi
 from jaxmpi_launch import parent, stand_ins, versions, written_for
+from jaxmpi_launch.sharded_state import COLLECTIVES
 
-COLLECTIVES = ("mpi", "gloo")
-"""The libraries that can carry JAX's collectives: MPI, by jaxmpi, or gloo, which is part of jaxlib."""
 SPARES = "JAXMPI_SPARES"
 """The variable that tells the ranks how many of them are spare."""
 SIGNALS = "OMPI_MCA_opal_signal"

@@ -178,9 +178,14 @@ class Job:
             return self.folder.texts(kind) if self.folder is not None else {}
         return {}
 
+    def _ranks(self, kind: str) -> set[int]:
+        with contextlib.suppress(OSError):
+            return set(self.folder.of_kind(kind)) if self.folder is not None else set()
+        return set()
+
     def _missing(self) -> list[int]:
         """The ranks that have begun here, have not said that they end, and have not gone on as another program."""
-        ends = {rank for kind in ("left" if self.survives else "ended", "aborts", "lost") for rank in self._texts(kind)}
+        ends = self._ranks("left" if self.survives else "ended") | self._ranks("aborts") | self._ranks("lost")
         return sorted(rank for rank, text in self._texts("began").items() if rank not in ends and not text)
 
     def _end(self, code: int, signals: _Signals) -> int:
@@ -209,13 +214,13 @@ class Job:
 
     def _end_of_survivors(self, missing: list[int]) -> int:
         lost = self._said("lost")
-        began = self._texts("began")
+        began = self._ranks("began")
         spare = {rank for rank, number in self._texts("spare").items() if not number}
         died = {int(word) for text in self._texts("deaths").values() for word in text.split() if word.isdecimal()}
-        gone = sorted({*lost, *missing, *(died - set(began))})  # with those that have begun elsewhere
+        gone = sorted({*lost, *missing, *(died - began)})  # with those that have begun elsewhere
         if not gone:
             return 0
-        if not set(self._texts("ended")) - spare - set(gone):  # or those that had begun, before MPI was initialized
+        if not self._ranks("ended") - spare - set(gone):  # or those that had begun, before MPI was initialized
             code = next((code for code, _ in lost.values() if code), 1)
             where = "" if len(began) == self.ranks else " of this machine"
             say(f"jaxmpi.run: all ranks{where} are lost. The status is {code}\n")

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from jaxmpi_launch.versions import NEWEST_TRIED, numbers
 
+COLLECTIVES = ("mpi", "gloo")
+"""The libraries that can carry JAX's collectives: MPI, by jaxmpi, or gloo, which is part of jaxlib."""
+
 LIBRARY = "MPITRAMPOLINE_LIB"
 """The variable that names the library in which jaxlib, as it is loaded, looks for MPI."""
 
