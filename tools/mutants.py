@@ -65,6 +65,8 @@ class Mutant:
     after: str
     found: str = ""
     """The step that failed; empty if none did."""
+    output: str = ""
+    """The last lines of that step, which say whether it failed because of the change."""
     seconds: float = 0.0
 
     def apply(self) -> str | None:
@@ -175,6 +177,7 @@ def tested(mutant: Mutant, original: bytes) -> bool:
         for step in steps(mutant):
             if not run(step, 900):
                 mutant.found = " ".join(step)
+                mutant.output = "\n".join((CLONE / "output.txt").read_text(errors="replace").splitlines()[-15:])
                 found_by.add(tuple(step))
                 break
         mutant.seconds = round(time.monotonic() - begun, 1)
