@@ -86,6 +86,11 @@ static inline const struct buffer *leaves_of(const struct call *call, int buffer
   return &leaves->buffers[leaves->first[buffer]];
 }
 
+/* The name that users know. */
+static inline const char *call_name(const struct call *call) {
+  return operation_name(call->operation, call->attributes);
+}
+
 /* The object that an attribute refers to; NULL if none. */
 static inline void *object_of(int64_t attribute) { return (void *)(intptr_t)attribute; }
 

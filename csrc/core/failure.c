@@ -25,7 +25,7 @@ static ffi_error *defer_error(enum ffi_error_code code, const char *text) {
 __attribute__((format(printf, 3, 0))) static void describe_error(const struct call *call, char array[TEXT_BYTES],
                                                                  const char *format, va_list arguments) {
   struct text text = text_in(array, TEXT_BYTES);
-  const char *name = call->operation->name;
+  const char *name = call_name(call);
   text_add(&text, "jaxmpi%s%s", strchr(name, ' ') == NULL ? "." : ", ", name);
   if (call->comm != NULL) text_add(&text, " on rank %d of %d", call->comm->rank, call->comm->size);
   text_add(&text, ": ");
@@ -56,7 +56,7 @@ static struct kept {
   int row;
   int64_t attributes[MAX_ATTRIBUTES]; /* see attributes_of_tree */
   char text[];
-} *errors_kept;
+} * errors_kept;
 static pthread_mutex_t lock_of_kept = PTHREAD_MUTEX_INITIALIZER;
 atomic_int failures_kept;
 
@@ -211,7 +211,7 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
   }
   if (call->sending) /* printed at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
-            call->operation->name, call->comm->rank, call->comm->size, call->function, reason);
+            call_name(call), call->comm->rank, call->comm->size, call->function, reason);
   return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, facts.characters);
 }
 

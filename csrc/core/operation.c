@@ -3,6 +3,25 @@
 #define OPERATION_ROWS const struct operation operation_table[]
 #include "core/operation_rows.def"
 
+const struct function function_table[] = {[FUNCTION_OF_ROW] = {"", 0, "", 0},
+#define OPERATION(name, divisibility, buffers, attributes)
+#define FUNCTION(id, operation, shown, compared) {#id, ROW_##operation, shown, FUNCTION_##compared},
+#include "core/ops.def"
+#undef OPERATION
+                                          {NULL, 0, NULL, 0}};
+
+int function_of(const struct operation *operation, const int64_t attributes[]) {
+  int i = attribute_of(operation, KIND_FUNCTION);
+  int64_t function = i >= 0 ? attributes[i] : FUNCTION_OF_ROW;
+  bool known = function > FUNCTION_OF_ROW && function < FUNCTION_COUNT;
+  return known && function_table[function].row == operation->row ? (int)function : FUNCTION_OF_ROW;
+}
+
+const char *operation_name(const struct operation *operation, const int64_t attributes[]) {
+  int function = function_of(operation, attributes);
+  return function != FUNCTION_OF_ROW ? function_table[function].name : operation->name;
+}
+
 enum {
 #define DATATYPE(code, name, bytes, mpi, kind) TYPE_##name,
 #include "core/dtype.def"

@@ -49,6 +49,7 @@ enum attribute {
   KIND_ADJOINT,
   KIND_LEAF,
   KIND_NUMBER,
+  KIND_FUNCTION,
   KIND_PLAIN,
   KIND_OBJECT,
   KIND_OBJECT_OR_0,
@@ -80,7 +81,7 @@ enum leaf { LEAF_ALONE, LEAF_FIRST, LEAF_MIDDLE, LEAF_LAST };
 /* A row of ops.def. */
 struct operation {
   const char *id;   /* the name in ops.def, for handlers and in Python */
-  const char *name; /* the name that users know */
+  const char *name; /* the name that users know; see operation_name */
   int row;
   enum divisibility divisibility;
   int buffer_count, attribute_count;
@@ -104,6 +105,21 @@ struct operation {
 };
 extern const struct operation operation_table[]; /* ends with a NULL id */
 
+/* A row FUNCTION of ops.def: a function that calls the operation of a row. The number 0 is in no row. */
+struct function {
+  const char *id;
+  int row;
+  const char *name; /* that users know */
+  int compared;     /* the number of the function that other ranks may call in the place of this one */
+};
+extern const struct function function_table[]; /* ends with a NULL id; the first element is unused */
+
+/* The number of the function of a call with these attributes; FUNCTION_OF_ROW if there is none. */
+int function_of(const struct operation *operation, const int64_t attributes[]);
+
+/* The name that users know of this call. */
+const char *operation_name(const struct operation *operation, const int64_t attributes[]);
+
 /* Index of the last attribute of this kind; -1: there is none. */
 static inline int attribute_of(const struct operation *operation, enum attribute kind) {
   int i = operation->attribute_count - 1;
@@ -124,11 +140,16 @@ enum {
   OPERATION_COUNT
 };
 
-/* Return whether an operation waits for a started exchange. */
-static inline bool waits_for_exchange(int row) {
-  return row == ROW_exchange_finish || row == ROW_index_finish || row == ROW_redistribute_finish;
-}
-static inline bool waits_for_request(int row) { return row == ROW_wait || waits_for_exchange(row); }
+enum {
+  FUNCTION_OF_ROW,
+#define OPERATION(name, divisibility, buffers, attributes)
+#define FUNCTION(id, operation, shown, compared) FUNCTION_##id,
+#include "core/ops.def"
+#undef OPERATION
+  FUNCTION_COUNT
+};
+
+static inline bool waits_for_request(int row) { return row == ROW_wait || row == ROW_exchange_finish; }
 
 /* The attributes of an operation by name, in the order in which XLA passes them. */
 #define A(kind, name) int64_t name;

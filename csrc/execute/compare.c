@@ -74,25 +74,29 @@ static int64_t hash_of_counts(const struct call *call) {
   return (int64_t)hash;
 }
 
-/* The row of an operation. For one that starts an exchange, the row of the exchange in one call: these match. */
-static int compared_row(const struct operation *operation) {
-  switch (operation->row) {
-    case ROW_exchange_start:
-      return ROW_exchange;
-    case ROW_index_start:
-      return ROW_index_exchange;
-    case ROW_redistribute_start:
-      return ROW_redistribute;
-    default:
-      return operation->row;
-  }
+/* The number of a call's operation or function in a record. A start of an exchange has the number of the exchange in
+ * one call, because these match. */
+static int64_t operation_number(const struct call *call) {
+  int function = function_of(call->operation, call->attributes);
+  if (function != FUNCTION_OF_ROW) return OPERATION_COUNT + function_table[function].compared;
+  return call->operation->row == ROW_exchange_start ? ROW_exchange : call->operation->row;
+}
+
+/* The operation of a record; NULL: this version of the package has none with this number. `name`: for users. */
+static const struct operation *operation_of(const struct record *record, const char **name) {
+  int64_t number = record->operation;
+  if (number < 0 || number == OPERATION_COUNT || number >= OPERATION_COUNT + FUNCTION_COUNT) return NULL;
+  bool of_function = number > OPERATION_COUNT;
+  const struct operation *row = &operation_table[of_function ? function_table[number - OPERATION_COUNT].row : number];
+  *name = of_function ? function_table[number - OPERATION_COUNT].name : row->name;
+  return row;
 }
 
 static struct record record_of(struct call *call) {
   const struct operation *operation = call->operation;
   const struct datatype *type = call->comparison.type;
   struct record record = {.call = (int64_t)atomic_fetch_add(&call->comm->compared, 1) + 1,
-                          .operation = compared_row(operation),
+                          .operation = operation_number(call),
                           .derivative = call->attributes[attribute_of(operation, KIND_DERIVATIVE)],
                           .root = -1,
                           .dtype = type != NULL ? type->code : -1,
@@ -116,12 +120,10 @@ static struct record record_of(struct call *call) {
 static void describe_record(const struct record *record, struct text *text) {
   const struct datatype *type = datatype_find((int)record->dtype);
   const struct reduction *reduction = registry_at(record->reduction);
-  if (record->operation < 0 || record->operation >= OPERATION_COUNT) {
-    text_add(text, "an unknown operation");
-    return;
-  }
-  const struct operation *row = &operation_table[record->operation];
-  text_add(text, "%s", row->name);
+  const char *name = "an unknown operation";
+  const struct operation *row = operation_of(record, &name);
+  text_add(text, "%s", name);
+  if (row == NULL) return;
   if (record->reduction == USERS_REDUCTION) text_add(text, " by a reduction of the user's");
   if (reduction != NULL)
     text_add(text, " %.*s", (int)strcspn(reduction->name, " "), reduction->name); /* "SUM of float16" */
@@ -211,7 +213,8 @@ static const char *advice_on_others(const struct communicator *comm) {
 /* The error of a rank that knows what `rank` does in place of this call. `now`: `call` itself differs. */
 static ffi_error *fail_differing(const struct call *call, struct communicator *comm, const struct report *mine,
                                  const struct report *other, int rank, bool now) {
-  const struct operation *row = &operation_table[mine->record.operation];
+  const char *name;
+  const struct operation *row = operation_of(&mine->record, &name);
   char here[256], there[256 + 48], at[64] = "calls";
   struct text of_this = text_in(here, sizeof here), of_other = text_in(there, sizeof there);
   describe_record(&mine->record, &of_this);
@@ -312,7 +315,7 @@ ffi_error *compare_ranks(struct call *call) {
     return code != 0 ? call_fail_mpi(call, code) : NULL;
   }
   if (!all) atomic_fetch_sub(&comm->to_compare, 1);
-  if (all && call->log.on) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
+  if (all && call->log.on) log_begin(call, "to compare %s, call %" PRId64 ", and", call_name(call), mine.call);
   enum answer answer = agreement_hear(comm, patience_of(call), words);
   if (all && call->log.on) log_end(call, false);
   if (answer == ANSWER_NONE && !starts) go_on_alone(comm);

@@ -23,7 +23,7 @@
  */
 struct record {
   int64_t call;       /* the number among the collectives on this communicator, from 1 */
-  int64_t operation;  /* the row in ops.def */
+  int64_t operation;  /* the row in ops.def; from OPERATION_COUNT on a function there */
   int64_t derivative; /* attribute */
   int64_t reduction;  /* the number in the registry; 0: none; USERS_REDUCTION: not compared */
   int64_t root;       /* -1: none */

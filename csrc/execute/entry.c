@@ -193,7 +193,10 @@ INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory 
   call.leaves = NULL;
   call.buffer_count = 0;
   ffi_error *error;
-  if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
+  if (frame->stage == FFI_STAGE_INSTANTIATE) {
+    memset(call.attributes, 0, sizeof call.attributes); /* an error names the call */
+    return check_attributes(&call);
+  }
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
   if (row == ROW_after) return NULL; /* the operands are there: that is all */
   if (row == ROW_done) return done_here += memory->host, NULL;

@@ -178,8 +178,8 @@ static ffi_error *compare_counts(struct call *c, const struct buffer *sent, cons
 }
 
 /* in: at least the rows that this rank sends  out: at least the rows that it receives */
-static ffi_error *rows_to_all(struct call *c) {
-  ARGUMENTS(alltoallv, c); /* migrate has the same buffers and attributes */
+ffi_error *BODY(alltoallv)(struct call *c) {
+  ARGUMENTS(alltoallv, c);
   BEGIN(c, Alltoallv, "with %" PRId64 " items and", b.in->count);
   struct parts sent, received;
   struct landing to = {NULL, NULL, 0};
@@ -202,10 +202,6 @@ static ffi_error *rows_to_all(struct call *c) {
   if (received.invalid >= 0) return fail_counts(c, received.invalid, row_count(b.received, received.invalid));
   return NULL;
 }
-
-ffi_error *BODY(alltoallv)(struct call *c) { return rows_to_all(c); }
-
-ffi_error *BODY(migrate)(struct call *c) { return rows_to_all(c); }
 
 /* in: at least the rows of this rank  out, on root only: at least the rows of all ranks */
 ffi_error *BODY(gatherv)(struct call *c) {

@@ -82,7 +82,7 @@ ffi_error *BODY(allreduce)(struct call *c) {
 }
 
 /* in, out: (size, *shape) */
-static ffi_error *blocks_to_all(struct call *c) {
+ffi_error *BODY(alltoall)(struct call *c) {
   ARGUMENTS(alltoall, c);
   BEGIN(c, Alltoall, "with %" PRId64 " items and", b.in->count);
   struct span s = span_of(b.in->type, b.in->count / c->comm->size);
@@ -90,10 +90,6 @@ static ffi_error *blocks_to_all(struct call *c) {
   TRY_SPAN(c, s, mpi.Alltoall(b.in->data, s.count, s.type, b.out->data, s.count, s.type, comm));
   return check_marks(c, b.out, c->comm->size, 0);
 }
-
-ffi_error *BODY(alltoall)(struct call *c) { return blocks_to_all(c); }
-
-ffi_error *BODY(migrate_counts)(struct call *c) { return blocks_to_all(c); }
 
 ffi_error *BODY(barrier)(struct call *c) {
   ARGUMENTS(barrier, c);

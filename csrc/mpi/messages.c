@@ -266,7 +266,7 @@ static int send_all(struct departures *sent, const struct plan *plan, char *stag
 }
 
 /* Communicates by the plan of the call. */
-static ffi_error *by_plan(struct call *c) {
+ffi_error *BODY(exchange)(struct call *c) {
   const struct plan *plan = plan_of(c);
   PASS(plan_check(c, plan));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
@@ -306,18 +306,6 @@ static ffi_error *by_plan(struct call *c) {
   if (!notices.stage_in_use) scratch_give(scratch);
   return error;
 }
-
-ffi_error *BODY(exchange)(struct call *c) { return by_plan(c); }
-
-ffi_error *BODY(neighbor_allgather)(struct call *c) { return by_plan(c); }
-
-ffi_error *BODY(neighbor_alltoall)(struct call *c) { return by_plan(c); }
-
-ffi_error *BODY(index_accumulate)(struct call *c) { return by_plan(c); }
-
-ffi_error *BODY(index_exchange)(struct call *c) { return by_plan(c); }
-
-ffi_error *BODY(redistribute)(struct call *c) { return by_plan(c); }
 
 int post_send(const struct call *call, intptr_t *request) {
   ARGUMENTS(send, (struct call *)(uintptr_t)call);

@@ -218,7 +218,3 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   c->sending = false;
   return begin_request(c, request, b.request, (int64_t)bytes);
 }
-
-ffi_error *BODY(index_start)(struct call *c) { return BODY(exchange_start)(c); }
-
-ffi_error *BODY(redistribute_start)(struct call *c) { return BODY(exchange_start)(c); }

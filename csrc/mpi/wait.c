@@ -253,7 +253,3 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   if (request != NULL) request_end(request);
   return error;
 }
-
-ffi_error *BODY(index_finish)(struct call *c) { return BODY(exchange_finish)(c); }
-
-ffi_error *BODY(redistribute_finish)(struct call *c) { return BODY(exchange_finish)(c); }

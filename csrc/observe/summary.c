@@ -57,7 +57,9 @@ void summary_describe(struct text *text, const int64_t summary[SUMMARY_WORDS]) {
   if (type == NULL) type = array_not_passed(operation, &summary[SUMMARY_ATTRIBUTES], &elements);
   bool outside = operation->row == ROW_outside;
   const struct outside_attributes *outside_words = (const void *)&summary[SUMMARY_ATTRIBUTES];
-  text_add(text, "%s", outside ? (const char *)object_of(outside_words->text) : operation->name);
+  text_add(
+      text, "%s",
+      outside ? (const char *)object_of(outside_words->text) : operation_name(operation, &summary[SUMMARY_ATTRIBUTES]));
   if (type != NULL) text_add(text, " of %" PRId64 " %s", elements, type->name);
   for (int i = 0; i < operation->attribute_count; i++) {
     int64_t value = summary[SUMMARY_ATTRIBUTES + i];

@@ -239,6 +239,10 @@ static void add_sites(struct text *line, const int64_t summary[SUMMARY_WORDS]) {
   if (count > 0) text_add(line, "\"");
 }
 
+static const char *event_name(const struct event *event) {
+  return operation_name(&operation_table[event->summary[SUMMARY_ROW]], &event->summary[SUMMARY_ATTRIBUTES]);
+}
+
 static void add_attribute(struct text *line, const struct event *event, int index) {
   const struct operation *operation = &operation_table[event->summary[SUMMARY_ROW]];
   int64_t value = event->summary[SUMMARY_ATTRIBUTES + index];
@@ -257,6 +261,7 @@ static void add_attribute(struct text *line, const struct event *event, int inde
     case KIND_ADJOINT:
     case KIND_LEAF:
     case KIND_NUMBER:
+    case KIND_FUNCTION:
     case KIND_PLAIN:
     case KIND_OBJECT:
     case KIND_OBJECT_OR_0:
@@ -273,7 +278,7 @@ static void add_arguments(struct text *line, const struct event *event, bool com
   int64_t count = event->summary[SUMMARY_COUNT];
   if (type == NULL) type = array_not_passed(operation, &event->summary[SUMMARY_ATTRIBUTES], &count);
   text_add(line, ",\"args\":{\"comm\":%" PRId64, summary_comm(event->summary)->number);
-  if (strcmp(operation->id, operation->name) != 0) add_string(line, "operation", operation->id);
+  if (strcmp(operation->id, event_name(event)) != 0) add_string(line, "operation", operation->id);
   for (int i = 0; i < operation->attribute_count; i++) add_attribute(line, event, i);
   if (complete && event->request > 0) text_add(line, ",\"request\":%" PRId64, event->request);
   if (complete && event->from >= 0) text_add(line, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);
@@ -290,8 +295,8 @@ static void put_event(const struct event *event, int track, char phase) {
   struct text *line = &writer.line;
   int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire), at = phase == 'E' ? event->end : begin;
   text_clear(line);
-  text_add(line, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d",
-           operation_table[event->summary[SUMMARY_ROW]].name, phase, runtime.rank, track, at / 1000, (int)(at % 1000));
+  text_add(line, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d", event_name(event),
+           phase, runtime.rank, track, at / 1000, (int)(at % 1000));
   int64_t duration = phase == 'X' ? event->end - begin : 0;
   if (phase == 'X') text_add(line, ",\"dur\":%" PRId64 ".%03d", duration / 1000, (int)(duration % 1000));
   add_arguments(line, event, phase != 'B');

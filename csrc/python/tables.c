@@ -39,24 +39,19 @@ static PyObject *pairs(int count, const char *const names[], const char *const k
   return list;
 }
 
-static PyObject *operation_row(const struct operation *row) {
+static PyObject *operation_row(const struct operation *row, const char *shown, int function) {
   static const char *const roles[] = {
       [ROLE_READ] = "read", [ROLE_WRITE] = "write", [ROLE_HOST_READ] = "host_read", [ROLE_HOST_WRITE] = "host_write"};
   static const char *const lists[] = {[ROLE_READ] = "read_each",
                                       [ROLE_WRITE] = "write_each",
                                       [ROLE_HOST_READ] = "host_read_each",
                                       [ROLE_HOST_WRITE] = "host_write_each"};
-  static const char *const kinds[] = {[KIND_RANK] = "rank",
-                                      [KIND_TAG] = "tag",
-                                      [KIND_OBJECT] = "object",
-                                      [KIND_OBJECT_OR_0] = "object_or_0",
-                                      [KIND_REDUCTION] = "reduction",
-                                      [KIND_DERIVATIVE] = "derivative",
-                                      [KIND_NUMBER] = "number",
-                                      [KIND_PLAN] = "plan",
-                                      [KIND_PLAIN] = "plain",
-                                      [KIND_ADJOINT] = "adjoint",
-                                      [KIND_LEAF] = "leaf"};
+  static const char *const kinds[] = {[KIND_RANK] = "rank",           [KIND_TAG] = "tag",
+                                      [KIND_OBJECT] = "object",       [KIND_OBJECT_OR_0] = "object_or_0",
+                                      [KIND_REDUCTION] = "reduction", [KIND_DERIVATIVE] = "derivative",
+                                      [KIND_NUMBER] = "number",       [KIND_FUNCTION] = "function",
+                                      [KIND_PLAN] = "plan",           [KIND_PLAIN] = "plain",
+                                      [KIND_ADJOINT] = "adjoint",     [KIND_LEAF] = "leaf"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;
@@ -67,18 +62,25 @@ static PyObject *operation_row(const struct operation *row) {
     names[i] = row->attributes[i].name;
     of[i] = kinds[row->attributes[i].kind];
   }
-  return buffers != NULL ? Py_BuildValue("(NNs)", buffers, pairs(row->attribute_count, names, of), row->name) : NULL;
+  if (buffers == NULL) return NULL;
+  return Py_BuildValue("(sNNsi)", row->id, buffers, pairs(row->attribute_count, names, of), shown, function);
 }
 
 PyDoc_STRVAR(
     operations_doc,
-    "operations() -> {name: ([(buffer, role)], [(attribute, kind)], shown)}, the rows of ops.def\n\n"
-    "Roles: read, write, host_read, host_write, with _each behind for a list. `shown`: the name that users know.");
+    "operations() -> {name: (row, [(buffer, role)], [(attribute, kind)], shown, function)}, from ops.def\n\n"
+    "Each row, and each function with the row that the function calls. Roles: read, write, host_read, host_write, with "
+    "_each behind for a list. `shown`: the name that users know. `function`: the number of a function, 0 for a row.");
 static PyObject *operations(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   PyObject *result = PyDict_New();
   for (const struct operation *row = operation_table; result != NULL && row->id != NULL; row++)
-    if (dict_put(result, row->id, operation_row(row)) < 0) Py_CLEAR(result);
+    if (dict_put(result, row->id, operation_row(row, row->name, FUNCTION_OF_ROW)) < 0) Py_CLEAR(result);
+  for (int i = FUNCTION_OF_ROW + 1; result != NULL && i < FUNCTION_COUNT; i++) {
+    const struct function *function = &function_table[i];
+    if (dict_put(result, function->id, operation_row(&operation_table[function->row], function->name, i)) < 0)
+      Py_CLEAR(result);
+  }
   return result;
 }
 

@@ -132,7 +132,7 @@ static void list_make(ffi_buffers *list, struct arrays *arrays, const struct arr
   }
 }
 
-int64_t derivative, leaf;
+int64_t derivative, leaf, function;
 
 static int row_of(const char *operation) {
   for (int i = 0; operation_table[i].id != NULL; i++)
@@ -156,6 +156,7 @@ void frame_make_lists(struct frame *f, const char *operation, const struct array
     f->attributes[i] = kind == KIND_DERIVATIVE ? derivative
                        : kind == KIND_ADJOINT  ? derivative >= DERIVATIVE_COTANGENT
                        : kind == KIND_LEAF     ? leaf
+                       : kind == KIND_FUNCTION ? function
                                                : attributes[next++];
     f->spans[i] = (ffi_span){row->attributes[i].name, strlen(row->attributes[i].name)};
     f->names[i] = &f->spans[i];
@@ -406,9 +407,7 @@ bool is_zero(const void *data, size_t from, size_t to) { return all(data, from, 
 bool is_spoilt(const void *data, size_t to) { return all(data, 0, to, 0xff); }
 
 void for_all(void (*body)(const struct share *)) {
-  static const struct {
-    int rank, size;
-  } places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
+  static const struct { int rank, size; } places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
   for (size_t k = 0; k < sizeof places / sizeof *places; k++)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++)
       FOR_VALUES (int, count, 0, 1, 2, 7) {
@@ -485,7 +484,7 @@ __attribute__((weak)) void check_after(void) {}
 static void run_one(const struct test *test) {
   int before = failures;
   where[0] = '\0';
-  derivative = leaf = 0;
+  derivative = leaf = function = 0;
   if (fake != NULL) fake->reset();
   prepare();
   int operations = fake != NULL ? fake->live_operations : 0;

@@ -86,8 +86,8 @@ struct frame {
 };
 
 /* Fills `frame` for an operation. The attributes are in the order of ops.def, without DERIVATIVE, ADJOINT and LEAF,
- * which are taken from the variables `derivative` and `leaf`: 0 at the start of each test. */
-extern int64_t derivative, leaf;
+ * which are taken from the variables `derivative`, `leaf` and `function`: 0 at the start of each test. */
+extern int64_t derivative, leaf, function;
 void frame_make(struct frame *frame, const char *operation, struct array in, struct array out,
                 const int64_t attributes[]);
 ffi_error *frame_call(struct frame *frame, const char *operation);

@@ -233,6 +233,22 @@ TEST(joined_arrays_are_compared) {
   CHECK(mine.sizes != first.sizes);
 }
 
+/* Two functions that call one operation differ, and each has a name of its own. */
+TEST(functions_are_compared) {
+  const struct usual *alltoall = usuals;
+  while (!is_usual(alltoall, "alltoall")) alltoall++;
+  odd_at = offsetof(struct record, operation), odd_by = ROW_alltoall - (OPERATION_COUNT + FUNCTION_migrate_counts);
+  function = FUNCTION_migrate_counts;
+  prepare_others(odd);
+  FAILS(run_case(alltoall), FFI_FAILED_PRECONDITION, "jaxmpi, counts of migrate on rank 1 of 3: the ranks differ",
+        "on this communicator: counts of migrate of ", "; rank 2 calls alltoall of ");
+  FOR_VALUES (int64_t, unknown, -1, FUNCTION_COUNT, FUNCTION_redistribute) {
+    function = *unknown;
+    prepare_others(odd);
+    FAILS(run_case(alltoall), FFI_FAILED_PRECONDITION, "jaxmpi.alltoall on rank 1 of 3: the ranks differ");
+  }
+}
+
 TEST(lines_are_told) {
   int64_t attributes[] = {COMM(world(PLACE, SIZE)), 0, reduction("SUM")};
   odd_at = offsetof(struct record, count), odd_by = 1, mine.call = 0;

@@ -18,12 +18,12 @@ static struct {
   size_t width;                       /* bytes of a row */
 } c;
 
-static const char *const names[] = {"allgatherv", "alltoallv", "gatherv", "migrate", "reduce_scatterv", "scatterv"};
-static const char *const functions[] = {"MPI_Allgatherv", "MPI_Alltoallv",      "MPI_Gatherv",
-                                        "MPI_Alltoallv",  "MPI_Reduce_scatter", "MPI_Scatterv"};
+static const char *const names[] = {"allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"};
+static const char *const functions[] = {"MPI_Allgatherv", "MPI_Alltoallv", "MPI_Gatherv", "MPI_Reduce_scatter",
+                                        "MPI_Scatterv"};
 
 static bool is(const char *operation) { return strcmp(c.operation, operation) == 0; }
-static bool to_all(void) { return is("alltoallv") || is("migrate"); }
+static bool to_all(void) { return is("alltoallv"); }
 static bool has_root(void) { return is("gatherv") || is("scatterv"); }
 static bool reads(void) { return !is("scatterv") || c.rank == c.root; }
 static bool writes(void) { return !is("gatherv") || c.rank == c.root; }

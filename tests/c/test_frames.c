@@ -59,6 +59,7 @@ static int64_t any_attribute(enum attribute kind, const struct communicator *com
   if (kind == KIND_RANK) return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
   if (kind == KIND_TAG) return draw(3);
   if (kind == KIND_DERIVATIVE || kind == KIND_LEAF) return draw(4);
+  if (kind == KIND_FUNCTION) return draw(FUNCTION_COUNT + 1);
   if (kind == KIND_ADJOINT) return draw(2);
   if (kind == KIND_REDUCTION) return reduction(reductions[draw(4)]);
   if (kind == KIND_NUMBER) return (int64_t)draw(6) - (once_in(5) ? 1 : 0);
@@ -109,8 +110,7 @@ static void make_rows(struct lists *lists, const struct operation *row, const st
       sum[k] += *count;
     }
   own = ((int32_t *)counts[0].data)[comm->rank];
-  bool to_all = row->row == ROW_allgatherv || row->row == ROW_gatherv,
-       two = row->row == ROW_alltoallv || row->row == ROW_migrate;
+  bool to_all = row->row == ROW_allgatherv || row->row == ROW_gatherv, two = row->row == ROW_alltoallv;
   if (row->row != ROW_scatterv || comm->rank == root)
     lists->in[lists->in_count++] = sound_array(dtype, width * (to_all ? own : sum[0]));
   lists->in[lists->in_count++] = counts[0];

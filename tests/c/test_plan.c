@@ -375,8 +375,8 @@ static void put_number(int code, void *to, double value) {
   STORE(BF16, uint16_t, bfloat16_from_float((float)value));
   STORE(F32, float, value);
   STORE(F64, double, value);
-  STORE(15, float _Complex, value * (1.0 + 2.0 * I));
-  STORE(C128, double _Complex, value * (1.0 + 2.0 * I));
+  STORE(15, float _Complex, value *(1.0 + 2.0 * I));
+  STORE(C128, double _Complex, value *(1.0 + 2.0 * I));
 }
 
 static double combined(enum combination how, double a, double b) {
@@ -471,7 +471,8 @@ static struct plan *transposing(int begin, int pairs, int64_t count_there) {
 }
 
 static ffi_error *transpose_by(const struct plan *plan) {
-  return RUN("redistribute", MATRIX(F32, a, 4, 6), MATRIX(F32, a_out, 4, 6), COMM(comm), COMM(plan));
+  function = FUNCTION_redistribute;
+  return RUN("exchange", MATRIX(F32, a, 4, 6), MATRIX(F32, a_out, 4, 6), COMM(comm), COMM(plan));
 }
 
 TEST(own_parts_are_copied_at_once) {

@@ -77,7 +77,7 @@ def test_adjoints():
 
 def test_bind_returns_a_list():
     """Eagerly and while tracing, of results or of none."""
-    by_name = {operation.core_name: operation for operation in OPERATIONS}
+    by_name = {operation.name.removeprefix("jaxmpi."): operation for operation in OPERATIONS}
     comm = params.Common(resolve(MPI.COMM_SELF, "test"))
 
     def results(x):

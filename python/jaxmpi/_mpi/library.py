@@ -41,11 +41,14 @@ Pairs = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of ops.def: buffers with their roles, attributes with their kinds, and the name that users know."""
+    """An operation of ops.def: buffers with their roles, attributes with their kinds, and the name that users know."""
 
+    row: str
     buffers: Pairs
     attributes: Pairs
     shown: str
+    function: int
+    """The number of the function where several functions call the operation of this row."""
 
     def roles(self, written: bool, count: int) -> list[str]:
         """Return the roles of `count` operands or results: `mpi` or `host`, by their user."""

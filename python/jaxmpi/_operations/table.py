@@ -1,4 +1,4 @@
-"""All operations. Each operation that the core executes has a row in csrc/core/ops.def, under the same name."""
+"""All operations. Each operation that the core executes is in csrc/core/ops.def, under the same name."""
 
 from jaxmpi._mpi import library
 from jaxmpi._operations import (
@@ -26,6 +26,6 @@ def check_names(here: set[str], core: set[str]) -> None:
 
 
 check_names(
-    {operation.core_name for operation in OPERATIONS if not operation.identity},
+    {operation.name.removeprefix("jaxmpi.") for operation in OPERATIONS if not operation.identity},
     set(library.OPERATIONS) - library.WITHOUT_PRIMITIVE,
 )

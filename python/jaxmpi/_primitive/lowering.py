@@ -64,7 +64,7 @@ def _passed(op: Any, params: Any, operands: int, results: int) -> tuple[list[str
 
 def attributes_of(op: Any, operands: Sequence[Any], params: Any) -> dict[str, np.int64]:
     """Return the attributes as the core reads them."""
-    from_types = op.static_attributes(operands, params)
+    from_types = {"function": op.function, **op.static_attributes(operands, params)}
     dtype = operands[0].dtype if operands else None
     return {
         name: _attribute(name, kind, params, from_types, dtype) for name, kind in OPERATIONS[op.core_name].attributes

@@ -25,7 +25,7 @@ KNOWN: "list[Operation[Any]]" = []
 
 
 class Operation(primitives.Primitive, Generic[P]):
-    """A primitive that communicates, always with a list of results. The name is that of a row of csrc/core/ops.def.
+    """A primitive that communicates, always with a list of results. The name is a name in csrc/core/ops.def.
 
     An operation is a class that declares below what differs from the defaults, and an object of this class.
     """
@@ -126,9 +126,10 @@ class Operation(primitives.Primitive, Generic[P]):
     def __init__(self, name: str, adjoint: "Operation[Any] | None" = None) -> None:
         """`adjoint`: an operation that was made earlier. Each of the two is the adjoint of the other."""
         super().__init__(f"jaxmpi.{name}")
-        self.core_name = name
+        self.core_name = name if self.identity else OPERATIONS[name].row
         self.shown = name if self.identity else OPERATIONS[name].shown
         """The name that users know."""
+        self.function = 0 if self.identity else OPERATIONS[name].function
         lowering.lower_to(self, "jaxmpi_{}")
         rules.define(self, type(self).transpose is not Operation.transpose)
         if adjoint is not None:

@@ -21,7 +21,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: sys.intern(value) if type(value) is str else value for name, value in pairs}
 
 
-WAITS = {"wait", "exchange_finish", "index_finish", "redistribute_finish"}
+WAITS = {"wait", "exchange_finish"}
 """The operations that wait for nonblocking ones."""
 
 FROM_ROOT, TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
@@ -126,9 +126,9 @@ class Event:
     @property
     def label(self) -> str:
         """The name, and whether it is of tangents or cotangents. For a wait, the operation that it waits for."""
-        if self.name in WAITS - {"exchange_finish"} and self.other_end is not None:
+        if self.title == "wait" and self.other_end is not None:
             return f"wait for {self.other_end.label}"
-        operation = self.other_end if self.name == "exchange_finish" and self.other_end is not None else self
+        operation = self.other_end if self.name in WAITS and self.other_end is not None else self
         derivative = str(operation.arguments.get("derivative", ""))
         return f"{self.title} of {derivative.split()[-1]}s" if derivative else self.title
 

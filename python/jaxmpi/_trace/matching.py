@@ -17,9 +17,8 @@ ALONE = {"after", "hold", *WAITS}
 """The operations that are no collectives and no messages."""
 _ONE_CLOCK: Mapping[int, str] = {}
 _STARTED = {"iallreduce", "ialltoall", "ibarrier", "ibcast", "ireduce"}
-_WITH_NEIGHBORS = {"exchange", "exchange_start", "index_accumulate", "index_exchange", "index_start"}
-_WITH_NEIGHBORS |= {"neighbor_allgather", "neighbor_alltoall", "redistribute", "redistribute_start"}
-_BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "migrate", "reduce_scatterv", "scatterv"}
+_WITH_NEIGHBORS = {"exchange", "exchange_start"}
+_BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"}
 
 
 @dataclass
