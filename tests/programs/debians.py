@@ -1,5 +1,5 @@
 """Debian systems in folders, for what this machine's own system cannot try: another kind of processor, whose commands
-are emulated, another Python, or a container's image. `make wheel-test` and `make test-packaging` use them.
+are emulated, another Python, or a container's image. `make test-wheel` and `make test-packaging` use them.
 
 They are made by debootstrap, which takes minutes, and kept. Their commands see this machine's devices and processes.
 Only root can make and enter them.

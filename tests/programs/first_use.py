@@ -1,4 +1,4 @@
-"""What a new installation must be able to do, on any number of ranks, beside NumPy: for `make wheel-test`."""
+"""What a new installation must be able to do, on any number of ranks, beside NumPy: for `make test-wheel`."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The files of a release, and what a user gets with them: `make wheel` and `make wheel-test`.
+"""The files of a release, and what a user gets with them: `make wheel` and `make test-wheel`.
 
 `build` makes an sdist, and from it a wheel for all Pythons for each kind of processor, by a C compiler of the Python
 package index that targets an old glibc, macOS and any processor, and checks them. `test` installs the wheel in new
