@@ -179,7 +179,7 @@ def tested(mutant: Mutant, original: bytes) -> bool:
         for step in steps(mutant):
             if not run(step, LIMIT):
                 mutant.found = " ".join(step)
-                mutant.output = "\n".join((CLONE / "output.txt").read_text(errors="replace").splitlines()[-15:])
+                mutant.output = "\n".join((CLONE / "output.txt").read_text(errors="replace").splitlines()[-200:])
                 found_by.add(tuple(step))
                 break
         mutant.seconds = round(time.monotonic() - begun, 1)

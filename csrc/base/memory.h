@@ -1,6 +1,6 @@
 /* Memory spaces: where XLA's buffers lie, and the driver's functions for them.
  *
- * A body in mpi/collectives.c uses pointers that MPI accepts and knows nothing of devices: transport.c provides these
+ * A body in mpi/ uses pointers that MPI accepts and knows nothing of devices: transport.c provides these
  * pointers by the functions of a memory space. A space is a row in spaces.def and a file that defines one structure.
  * The functions return 0 or the driver's error code; after an error `memory_failed` names the driver's function.
  *
@@ -34,8 +34,8 @@ static inline bool rows_at_once(const struct rows *rows) {
 struct call;
 
 struct memory {
-  const char *platform; /* XLA's name for it */
-  bool host;            /* host code can access it: the members after `run` are NULL */
+  const char *platform; /* XLA's name for it; JAX has another (_mpi/devices.py) */
+  bool host;            /* true for the host, whose members after `run` are NULL */
 
   /* Execute a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */
   ffi_error *(*run)(struct call *call);

@@ -45,7 +45,7 @@ static int count(int *devices) {
 static int context(void *stream, void **result) { return CALL(cuStreamGetCtx, stream, (CUcontext *)result); }
 
 static int enter(void *entered, void **previous) {
-  *previous = NULL; /* the driver keeps a stack entered contexts */
+  *previous = NULL; /* the driver keeps a stack of entered contexts */
   return CALL(cuCtxPushCurrent, entered);
 }
 

@@ -4,8 +4,8 @@
  * queue are member functions and templates of the C++ library. They have no C entry points, and their mangled names and
  * the layout of their arguments belong to one release of the compiler. Level Zero has a C API and could copy, but not
  * in the order of a queue that it does not know: only a C++ template returns the command list behind the queue
- * (sycl::get_native). A C++ file with twenty functions, built where the compiler is available, could fill the structure
- * below; nothing else would have to change.
+ * (sycl::get_native). A C++ library with twenty functions that C can call, built where the compiler is available and
+ * loaded like a driver, could fill the structure below. Nothing else in the core would have to change.
  */
 #include "devices/spaces.h"
 

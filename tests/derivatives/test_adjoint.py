@@ -145,7 +145,7 @@ def test_messages_of_derivatives_have_tags_of_their_own(comm, rank, size):
 
 OPS = {"MAX": MPI.MAX, "MIN": MPI.MIN, "PROD": MPI.PROD, "SUM": MPI.SUM}
 REDUCTIONS = {name: REDUCING[name] for name in ("allreduce", "iallreduce", "reduce", "scan")}
-"""Those that have derivatives with other reductions than SUM."""
+"""The functions whose derivatives are tested here for each op of OPS; tests/operations/test_by_counts.py has others."""
 
 
 @rows("names", REDUCTIONS)

@@ -273,8 +273,8 @@ def check_derivatives(case, grid):
 
 
 def sources(case, field):
-    """For each element of the blocks with their halos of all processes the position of what `filled` copies to it, in
-    all of them one behind the other; -1 of a number."""
+    """Number the elements of all processes' blocks with halos consecutively. Return for each element the number of the
+    element that `filled` copies to it, or -1 if a number of a rule fills it."""
     shapes = {at: case.shape(field, at) for at in everywhere(case)}
     numbered, first = {}, 2  # 0 and 1 are numbers of the rules
     for at, shape in shapes.items():

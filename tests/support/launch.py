@@ -26,7 +26,7 @@ def written(folder, *parts, name="program.py"):
 # What an MPI library leaves in the environment of its process; a child must not take itself for a part of that job.
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENABLE_X64")
 
-LATE_SECONDS = 5
+LATE_SECONDS = 30
 
 # A job is told to end if the process that started it is killed, by the limit of a test above all.
 _UNTIL_THE_TEST_ENDS = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()

@@ -168,8 +168,9 @@ def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
 
 
 def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """Return the extent of a region along one axis, for the process `at` it: start and count of the region, and start
-    and step of the origin, or None if the origin is a number. `sizes`: of the block and of the neighbour's block."""
+    """Return the extent of a region along one axis, for the process with coordinate `at` there: (start, count) of the
+    region, and (start, step) of the origin, or None if the origin is a number. `sizes`: of the block and of the
+    neighbour's block."""
     extra = int(field.staggered[axis])
     low, high = halo.widths[axis]
     here, there = sizes

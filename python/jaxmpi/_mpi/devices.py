@@ -13,6 +13,8 @@ import jaxmpi._core as _core
 from jaxmpi._mpi.settings import Settings
 from jaxmpi_launch.accelerators import allows
 
+JAX_NAMES = {"CUDA": "cuda", "ROCM": "rocm", "SYCL": "oneapi"}
+"""JAX's names of the platforms, by XLA's names."""
 _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
 
 CHUNK = 4 << 20
@@ -46,8 +48,8 @@ class Choice:
 
     @property
     def communicated(self) -> list[str]:
-        """The CPU and `platforms`, by JAX's names, which are lower case."""
-        return ["cpu", *(platform.lower() for platform in self.platforms)]
+        """The CPU and `platforms`, by JAX's names."""
+        return ["cpu", *(JAX_NAMES[platform] for platform in self.platforms)]
 
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:

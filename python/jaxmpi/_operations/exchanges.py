@@ -1,8 +1,8 @@
 """Exchanges by plans, of a grid's halos or of ghosts by index, in one call or in two.
 
-An exchange is K u + B m. K u is what stays of the fields u, with the boundaries; m = P u is what arrives from all
-ranks. The start is P. The finish is linear in the fields and in the request, which stands for m. The adjoint of the
-start is a finish of the adjoint exchange, and the other way round.
+An exchange is K u + B m. K u is what stays of the fields u; m = P u is what arrives from all ranks, with what a rank
+copies from itself at walls. The start is P. The finish is linear in the fields and in the request, which stands for m.
+The adjoint of the start is a finish of the adjoint exchange, and the other way round.
 """
 
 import dataclasses

@@ -32,6 +32,7 @@ reducing, _reducing_to = kept(Reducing), kept(ReducingTo)
 R = TypeVar("R", bound=Reducing)
 
 _DIFFERENTIABLE = ("SUM", "PROD", "MAX", "MIN")
+_BEATS = {"MAX": jnp.greater, "MIN": jnp.less}
 
 
 def why_reduction_not_differentiable(op: arguments.Reduction) -> str:
@@ -189,7 +190,7 @@ class Scan(Reduction[Reducing]):
             exists, (earlier, earlier_count, earlier_tangent) = _shifted(distance, params, x, count, tangent)
             if not exists:
                 continue
-            wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
+            wins, ties = _BEATS[name](earlier, x), earlier == x
             share = jnp.where(ties, _ratio(earlier_count, earlier_count + count, x), jnp.where(wins, 1, 0))
             share = share.astype(x.dtype)
             tangent = jnp.where(share > 0, share * earlier_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
@@ -270,7 +271,10 @@ def _changing_nothing(name: str, zeros: Any) -> Any:
 
 def weight_of(x: Any, op: arguments.Reduction, params: Common, extreme: Callable[[], Any]) -> Any:
     """Return the derivative of a reduction over all ranks with respect to this rank's array."""
-    return _product_of_others(x, params) if op.name == "PROD" else _share_of_extreme(x, extreme(), params)
+    if op.name == "PROD":
+        return _product_of_others(x, params)
+    assert op.name in _BEATS
+    return _share_of_extreme(x, extreme(), params)
 
 
 def reduced_everywhere(x: Any, op: arguments.Reduction, params: Common) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import call_sites, tags
+from jaxmpi._mpi.devices import JAX_NAMES
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._primitive import pytrees
 from jaxmpi._primitive.effect import EFFECT, Unsupported
@@ -133,7 +134,7 @@ def _lowering(op: Any, target: str, fenced: bool) -> Callable[..., Any]:
 
 def _refuse_platform(op: Any, ctx: Any, *operands: Any, call: Any) -> Any:
     platforms = ctx.module_context.platforms
-    reasons = [why for name, why in DEVICES.drivers.items() if name.lower() in platforms and why is not None]
+    reasons = [why for name, why in DEVICES.drivers.items() if JAX_NAMES[name] in platforms and why is not None]
     raise Unsupported(
         f"{op.shown}: arrays on {', '.join(platforms)} cannot be communicated"
         f"{''.join(f': {why}' for why in reasons)}. Move them to the CPU with "
