@@ -7,7 +7,7 @@ environment of its own. A change that the compiler refuses, or that changes no o
 replaced by another one. The tests run in the order in which they most likely find the change, up to the first failure;
 a run past its time limit is a failure, too. The program prints each change that no test has found, and writes all of
 them to output/mutants.jsonl. `--again FILE` tries the changes in a file that were not found, with the tests of
-`--commit`: so two states of the tests are compared.
+`--commit`: so two states of the tests are compared. `--resume` goes on with the file of an earlier run that was ended.
 """
 
 import argparse
@@ -71,6 +71,10 @@ class Mutant:
     """The last lines of that step, which say whether it failed because of the change."""
     seconds: float = 0.0
 
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.file, self.line, self.after
+
     def apply(self) -> str | None:
         """Change the file in the clone and return the text that it had; None where it has no such line."""
         path = CLONE / self.file
@@ -105,15 +109,20 @@ def run(words: list[str], limit: float) -> bool:
                 process.wait()
 
 
+def is_idle(node: ast.AST) -> bool:
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
 def shape(text: str) -> str | None:
-    """A Python program without docstrings; None if it is none."""
+    """A Python program without docstrings and `pass`; None if it is none."""
     try:
+        compile(text, "", "exec")
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return None
     for node in ast.walk(tree):
         if isinstance(getattr(node, "body", None), list):
-            node.body = [n for n in node.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+            node.body = [n for n in node.body if not is_idle(n)]
     return ast.dump(tree)
 
 
@@ -207,6 +216,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="HEAD", help="whose package and tests are tried (HEAD)")
     parser.add_argument("--again", metavar="FILE", help="try the changes in this file that were not found")
+    parser.add_argument("--resume", action="store_true", help="keep what the output file has of an earlier run")
     parser.add_argument("--output", default=str(ROOT / "output" / "mutants.jsonl"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of what puts the file back
@@ -231,11 +241,13 @@ def main() -> None:
             if not line["found"] and tested(mutant, original):
                 take(mutant)
     else:
+        earlier = [json.loads(line) for line in output.read_text().splitlines()] if options.resume else []
+        known = {mutant.key: mutant for mutant in (Mutant(**line) for line in earlier)}
         output.unlink(missing_ok=True)
         for part in options.parts:
             drawn = candidates(part, random.Random(f"{options.seed} {part}"))
             for _ in range(options.count):
-                while not tested(mutant := next(drawn), original):
+                while (mutant := known.get((drew := next(drawn)).key, drew)) is drew and not tested(drew, original):
                     pass
                 take(mutant)
     for step in found_by:

@@ -89,7 +89,7 @@ def run_traced(tmp_path, ranks, program, **options):
 
 def report_of(folder, *options, **more):
     command = [sys.executable, "-m", "jaxmpi.trace", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **more)
 
 
 def started(*names):
@@ -666,7 +666,7 @@ def test_a_job_of_many_ranks(tmp_path):
     """Takes no memory for those of which there is nothing."""
     make_file(tmp_path, 5, 1 << 24)
     limited = ["sh", "-c", 'ulimit -v 8388608; exec "$@"', "sh", sys.executable, "-m", "jaxmpi.trace", tmp_path]
-    done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "ranks 0 to 4, 6 to 16777215 have no timeline" in done.stdout
 

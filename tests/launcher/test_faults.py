@@ -19,7 +19,7 @@ from support.rows import one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
-SECONDS = 60
+SECONDS = 240
 """The limit of a job with a fault; most end in 3. What waits in them waits for much longer."""
 
 BEGIN = textwrap.dedent("""

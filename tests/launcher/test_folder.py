@@ -22,7 +22,7 @@ def run_rank(path, program=SHOW):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
     environment |= {"PMI_RANK": "0", folders.VARIABLE: str(path)}
     command = [sys.executable, "-m", "jaxmpi_launch.child", "-c", program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_rank_on_this_machine():

@@ -390,7 +390,7 @@ def test_input_that_is_a_socket(tmp_path):
         theirs.close()
         mine.sendall(b"x" * 1000)
         mine.close()
-        assert sorted(process.communicate(timeout=60)[0].splitlines()) == ["0 1000", "1 0"]
+        assert sorted(process.communicate(timeout=240)[0].splitlines()) == ["0 1000", "1 0"]
 
 
 def test_long_path_of_the_folder_and_no_home(tmp_path):

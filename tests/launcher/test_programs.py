@@ -123,7 +123,7 @@ def test_what_is_imported_later():
         assert io is jaxmpi.io and fft is jaxmpi.fft and not hasattr(jaxmpi, "griddd")
         print("right;", flush=True)
     """
-    assert launch(2, "-c", textwrap.dedent(program), timeout=60).stdout.count("right;") == 2
+    assert launch(2, "-c", textwrap.dedent(program)).stdout.count("right;") == 2
 
 
 def test_import_that_fails_and_is_done_without():
@@ -139,7 +139,7 @@ def test_import_that_fails_and_is_done_without():
             except (ValueError, ImportError) as error:
                 print(error)
     """
-    done = launch(0, "-c", textwrap.dedent(program), timeout=60, JAXMPI_TIMEOUT="soon")
+    done = launch(0, "-c", textwrap.dedent(program), JAXMPI_TIMEOUT="soon")
     first, second, third = done.stdout.splitlines()
     assert "JAXMPI_TIMEOUT=soon" in first
     assert "import of jaxmpi._operations.table halted" in second
@@ -154,7 +154,7 @@ def test_exception_on_one_rank(script):
             raise ValueError("only here")
         jaxmpi.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
     """)
-    done = launch(2, program, check=False, timeout=60)
+    done = launch(2, program, check=False)
     assert done.returncode != 0
     assert "uncaught exception on rank 1" in done.stderr
     assert "ValueError: only here" in done.stderr
@@ -501,7 +501,7 @@ def test_standard_input(command, lines, tmp_path):
     (tmp_path / "input").write_text("begin\n" + "x" * 150_000)
     command = command.replace("LAUNCHER", f"{sys.executable} -m jaxmpi.run -n 2 -c")
     shell = ["bash", "-c", command.replace("FILE", str(tmp_path / "input"))]
-    done = subprocess.run(shell, env=outside_of_a_job(), capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(shell, env=outside_of_a_job(), capture_output=True, text=True, timeout=240, check=False)
     assert sorted(done.stdout.splitlines()) == lines, done.stderr
 
 

@@ -14,9 +14,9 @@ import pytest
 from support.launch import is_openmpi, launch, written
 from support.rows import each, one_each_time
 
-pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(150)]
+pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(300)]
 TESTS = Path(__file__).resolve().parents[1]
-SECONDS = 90
+SECONDS = 240
 
 needs_openmpi = pytest.mark.skipif(not is_openmpi(), reason="jobs of Open MPI alone go on without a rank")
 

@@ -16,7 +16,7 @@ from support.rows import one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(120)]
 
-SECONDS = 60
+SECONDS = 240
 """The limit of a job with a fault; most end in 3. What waits in them waits for much longer."""
 RANDOM = range(int(os.environ.get("JAXMPI_TEST_FAULTS", "1")))
 """The seeds of the random programs."""

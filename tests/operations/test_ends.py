@@ -180,7 +180,7 @@ def test_reports(check, script, tmp_path):
             time.sleep(0.02)
         jaxmpi.send(jnp.ones(3), 0, tag=77)
     """)
-    launch(2, program, timeout=50, JAXMPI_TIMEOUT="0.2", JAXMPI_CHECK=check)
+    launch(2, program, JAXMPI_TIMEOUT="0.2", JAXMPI_CHECK=check)
     line = program.read_text().splitlines().index("    return jaxmpi.recv(x, source, tag=tag)  # the line") + 1
     assert f"program.py:{line}" in (tmp_path / "reports").read_text()
 

@@ -75,7 +75,7 @@ def outside_of_a_job():
 def launch(
     ranks,
     *program,
-    timeout=120,
+    timeout=240,
     check=True,
     plain=False,
     interrupt_at=None,

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "JAXMPI_TEST_PROCESS"
-SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
+SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "300"))
 PATIENCE = 5
 """For so many seconds the guard waits between two signals."""
 TO_TIDY_UP = 10
