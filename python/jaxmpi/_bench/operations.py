@@ -24,7 +24,6 @@ from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.redistribute import redistribute
 from jaxmpi._unstructured.index_map import IndexMap
 
-REDUCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
 WINDOW = 64
 """Messages that `send` sends before it waits for an answer, as osu_bw."""
 
@@ -36,11 +35,6 @@ class Case:
     rank: int
     size: int
     elements: int
-    reduction: str = "sum"
-
-    @property
-    def op(self) -> MPI.Op:
-        return REDUCTIONS[self.reduction]
 
     def others(self, distance: int) -> int:
         return (self.rank + distance) % self.size
@@ -102,7 +96,7 @@ class Operation:
     """The place where elements of this rank's result come from, by their index."""
 
     reduced: Callable[[Case], Sequence[int]] = lambda case: ()
-    """The ranks whose operands are reduced on this one, element by element. `origin` gives the index. If this is
+    """The ranks whose operands are added up on this one, element by element. `origin` gives the index. If this is
     empty, `origin` gives the ranks, too."""
 
     parts: Callable[[int], int] = _one
@@ -137,7 +131,7 @@ class Operation:
     """Whether the operand is one part, of two dimensions."""
 
     def reduces(self, size: int) -> bool:
-        """Return whether operands are reduced on any of `size` ranks."""
+        """Return whether operands are added up on any of `size` ranks."""
         return any(len(self.reduced(Case(rank, size, 1))) > 0 for rank in (0, size - 1))
 
     def shape(self, case: Case) -> tuple[int, ...]:
@@ -196,7 +190,7 @@ def _each_one(case: Case) -> list[int]:
 
 
 def _call_exscan(case: Case, x: jax.Array) -> jax.Array:
-    y = jaxmpi.exscan(x, case.op)
+    y = jaxmpi.exscan(x, MPI.SUM)
     return y if case.rank > 0 else x
 
 
@@ -378,7 +372,7 @@ OPERATIONS = {
         Operation(
             "allreduce",
             ("allreduce",),
-            lambda case, x: jaxmpi.allreduce(x, case.op),
+            lambda case, x: jaxmpi.allreduce(x, MPI.SUM),
             "the array",
             lambda case: 2 * (case.size - 1) / case.size,
             {"osu_allreduce": "", "all_reduce_perf": ""},
@@ -472,7 +466,7 @@ OPERATIONS = {
         Operation(
             "reduce",
             ("reduce",),
-            lambda case, x: jaxmpi.reduce(x, case.op, 0),
+            lambda case, x: jaxmpi.reduce(x, MPI.SUM, 0),
             "the array",
             _constant(1),
             {"osu_reduce": "", "reduce_perf": ""},
@@ -483,7 +477,7 @@ OPERATIONS = {
         Operation(
             "reduce_scatter",
             ("reduce_scatter",),
-            lambda case, x: jaxmpi.reduce_scatter(x, case.op),
+            lambda case, x: jaxmpi.reduce_scatter(x, MPI.SUM),
             "the array, of whose reduction each rank gets a part",
             _but_one,
             {"osu_reduce_scatter": "", "reduce_scatter_perf": ""},
@@ -495,7 +489,7 @@ OPERATIONS = {
         Operation(
             "reduce_scatter_counts",
             ("reduce_scatterv",),
-            lambda case, x: jaxmpi.reduce_scatter(x, case.op, _each_one(case))[0],
+            lambda case, x: jaxmpi.reduce_scatter(x, MPI.SUM, _each_one(case))[0],
             "the array, of whose reduction each rank gets a part, here of the same length",
             _but_one,
             origin=_part_of_this_rank,
@@ -506,7 +500,7 @@ OPERATIONS = {
         Operation(
             "scan",
             ("scan",),
-            lambda case, x: jaxmpi.scan(x, case.op),
+            lambda case, x: jaxmpi.scan(x, MPI.SUM),
             "the array",
             _constant(1),
             {"osu_scan": ""},
