@@ -176,7 +176,8 @@ def plot(
     """Draw figures by size: a curve for each value of `labels`, and panels for each value of `columns`."""
     from matplotlib.figure import Figure
 
-    headings = list(dict.fromkeys(row[columns] if columns else "" for row in rows))
+    rows = [row for row in rows if row["bytes"]]
+    headings = list(dict.fromkeys(row[columns] if columns else "" for row in rows)) or [""]
     picture = Figure(figsize=(3 + 3.2 * len(headings), 3.2 * len(panels)), layout="constrained")
     grid = picture.subplots(len(panels), len(headings), sharex=True, sharey="row", squeeze=False)
     curves: dict[str, Any] = {}
@@ -201,7 +202,7 @@ def _draw(
     """Draw the curves of one panel, each in the colour that it has in other panels."""
     curves: dict[str, Any] = {}
     for label in dict.fromkeys(row[labels] for row in rows):
-        points = [(row["bytes"], row[name]) for row in rows if row[labels] == label and row["bytes"] and row[name]]
+        points = [(row["bytes"], row[name]) for row in rows if row[labels] == label and row[name]]
         if points:
             colour = before[label].get_color() if label in before else f"C{len(before) + len(curves)}"
             curves[label] = axes.plot(*zip(*points, strict=True), ".-", label=label, color=colour)[0]
