@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from jaxmpi._bench.report import say
 from jaxmpi._bench.timing import Sample
 
 UNBOUND = {
@@ -36,8 +37,8 @@ def result(said):
 
 
 def tell(samples):
-    """Print samples of a job, for `take_turns`. Rank 0 calls it."""
-    print(json.dumps({name: dataclasses.asdict(sample) for name, sample in samples.items()}), flush=True)
+    """Print samples of this job, for `take_turns`."""
+    say(json.dumps({name: dataclasses.asdict(sample) for name, sample in samples.items()}))
 
 
 def take_turns(kinds, rounds):

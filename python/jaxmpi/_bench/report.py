@@ -100,10 +100,11 @@ def conclude(name: str, groups: Groups, unit: str = "us", missing: Mapping[str, 
         say(f"{contender} is missing: {why}")
     for title, group in groups.items():
         say(f"\n{title}, {unit}, median (least - most), wrong elements:")
+        width = max(len(" ".join(_words(contender))) for contender in group)
         for contender, sample in group.items():
             times = (sample.median, min(sample.seconds), max(sample.seconds))
             middle, least, most = (digits(UNITS[unit] * value) for value in times)
-            say(f"  {' '.join(_words(contender)):30} {middle:>8}  ({least} - {most})  wrong: {sample.wrong}")
+            say(f"  {' '.join(_words(contender)):{width}} {middle:>8}  ({least} - {most})  wrong: {sample.wrong}")
     finish(groups)
 
 
