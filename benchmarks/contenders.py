@@ -473,7 +473,7 @@ class Contender:
     kind: str
     name: str
     build: Callable[[Data, int], Batch | None]
-    """(data, calls in a batch) -> its measure, or None: does not have that operation."""
+    """(data, calls in a batch) -> the batch, or None if it does not have that operation."""
     latency: float
     """Roughly the seconds of the smallest call: for the number of calls in a batch."""
     needs: str = ""
@@ -497,7 +497,7 @@ CONTENDERS = (
 
 def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Batch]:
     """A jit call of allreduce alone, its operand donated or not: with jaxmpi the former needs no memory besides it."""
-    measures = {}
+    batches = {}
     data = Data(OPERATIONS["allreduce"], nbytes, TINY)
     allreduce, calls = data.operation.jax, min(calls, DOUBLINGS)
     functions = {
@@ -512,8 +512,8 @@ def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Batch]:
         for suffix, options in (("", {}), (", donated", {"donate_argnums": 0})):
             if name not in MISSING:
                 run = chain(jit(function, **options), calls)
-                measures["jit", name + suffix] = Batch(calls, start, run, data.check(alone, calls))
-    return measures
+                batches["jit", name + suffix] = Batch(calls, start, run, data.check(alone, calls))
+    return batches
 
 
 TOGETHER, EACH = "jaxmpi, one call", "jaxmpi, a call for each leaf"
@@ -521,7 +521,7 @@ TOGETHER, EACH = "jaxmpi, one call", "jaxmpi, a call for each leaf"
 
 def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str], Batch]:
     """allreduce of a pytree of so many leaves of so many bytes each, and of each leaf alone."""
-    measures = {}
+    batches = {}
     data, tiny = (Data(OPERATIONS["allreduce"], leaves * nbytes, least) for least in (1.0, TINY))
     allreduce = functools.partial(data.operation.jax, jaxmpi)
     functions = {TOGETHER: allreduce, EACH: lambda xs: [allreduce(x) for x in xs]}
@@ -548,11 +548,11 @@ def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str
         many, few = (max(2, int(seconds / (leaves * latency))) for latency in (1e-6, 20e-6))
         few = min(few, DOUBLINGS)
         loop, check = jaxmpi.jit(repeated(step, many)), whole(data.check(scaled, many))
-        measures["loop", name] = Batch(many, start(data), lambda x, f=loop: jax.block_until_ready(f(x)), check)
+        batches["loop", name] = Batch(many, start(data), lambda x, f=loop: jax.block_until_ready(f(x)), check)
         check = whole(data.check(scaled, few))
-        measures["jit", name] = Batch(few, start(data), steps(jaxmpi.jit(step), few), check)
-        measures["eager", name] = Batch(few, start(tiny), steps(function, few), whole(tiny.check(alone, few)))
-    return measures
+        batches["jit", name] = Batch(few, start(data), steps(jaxmpi.jit(step), few), check)
+        batches["eager", name] = Batch(few, start(tiny), steps(function, few), whole(tiny.check(alone, few)))
+    return batches
 
 
 def calls_in_batch(contender: Contender, nbytes: int, seconds: float) -> int:
@@ -562,15 +562,15 @@ def calls_in_batch(contender: Contender, nbytes: int, seconds: float) -> int:
 
 
 def build(operation: str, nbytes: int, seconds: float, *, only: Any = None) -> dict[tuple[str, str], Batch]:
-    """(kind, contender) -> measure, of all that can take part, or of those in `only`."""
-    measures = {}
+    """(kind, contender) -> batch, of all that can take part, or of those in `only`."""
+    batches = {}
     usual, tiny = (Data(OPERATIONS[operation], nbytes, least) for least in (1.0, TINY))
     for contender in CONTENDERS:
         key = contender.kind, contender.name
         if contender.needs in MISSING or (only is not None and key not in only):
             continue
         data = tiny if contender.kind == "eager" else usual
-        measure = contender.build(data, calls_in_batch(contender, nbytes, seconds))
-        if measure is not None:
-            measures[key] = replace(measure, calls=measure.calls * ROWS.get(operation, ROWS["sendrecv"]).messages)
-    return measures
+        batch = contender.build(data, calls_in_batch(contender, nbytes, seconds))
+        if batch is not None:
+            batches[key] = replace(batch, calls=batch.calls * ROWS.get(operation, ROWS["sendrecv"]).messages)
+    return batches

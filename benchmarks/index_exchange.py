@@ -138,7 +138,7 @@ class Task:
         return rows.astype(self.dtype)
 
     def start(self, turn):
-        rows = self.given(turn).copy()
+        rows = self.given(turn)
         rows[len(self.mesh.owned) :] = 0
         return rows
 
@@ -259,7 +259,7 @@ def by_petsc(task):
 
 
 def contenders(library, mesh, width, dtype):
-    """All of them. Without C: those beside PETSc."""
+    """All contenders. Without C there are two: jaxmpi and PETSc."""
     vertices = jaxmpi.IndexMap(mesh.owned, mesh.ghosts)
     travelling = COMM.allreduce(len(mesh.ghosts), MPI.MAX) * width * dtype.itemsize
     everything = len(mesh.everything) * width * dtype.itemsize
@@ -273,8 +273,8 @@ def contenders(library, mesh, width, dtype):
         "jaxmpi": ours,
         "C, in place": in_c(library, many, True),
         "C, unpacked": in_c(library, many, False),
-        "take": by_take(many),
-        "allgather": by_allgather(few),
+        "jaxmpi, take": by_take(many),
+        "jaxmpi, allgather": by_allgather(few),
     }
 
 
@@ -305,8 +305,8 @@ def main():
                 continue
             c = min(("C, in place", "C, unpacked"), key=lambda name: samples[name].median)
             figure(f"index_exchange_vs_raw_c_{case}", ratio(samples, "jaxmpi", c), "<= 1.2")
-            figure(f"take_alltoallv_vs_index_exchange_{case}", ratio(samples, "take", "jaxmpi"), ">= 1.5")
-            figure(f"allgather_vs_index_exchange_{case}", ratio(samples, "allgather", "jaxmpi"), ">= 5")
+            figure(f"take_alltoallv_vs_index_exchange_{case}", ratio(samples, "jaxmpi, take", "jaxmpi"), ">= 1.5")
+            figure(f"allgather_vs_index_exchange_{case}", ratio(samples, "jaxmpi, allgather", "jaxmpi"), ">= 5")
     made = take_turns({"map": time_of_map()}, 5)["map"]
     figure(f"index_map_of_a_million_s_{SIZE}_ranks", made.median, "<= 1")
     conclude(f"index_exchange_wrong_elements_{SIZE}_ranks", groups)

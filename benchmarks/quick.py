@@ -3,8 +3,8 @@
     python -m jaxmpi.run -n 2 benchmarks/quick.py
 
 Prints lines `name: value`, with the goal where there is one; every ratio is the median of the ratios of each turn. What
-is measured, and how, is written in contenders.py. All data is checked: `wrong_elements` counts those of jaxmpi, and
-more than none is an error.
+is measured, and how, is written in contenders.py. All data is checked: `wrong_elements` counts
+elements of jaxmpi, and more than none is an error.
 """
 
 from contenders import EACH, TOGETHER, build, build_donated, build_trees

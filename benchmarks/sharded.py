@@ -39,6 +39,8 @@ CASES = {  # size, kind of call: calls in a batch, and steps in a call
 }
 GOALS = {"4B": ">= 40", "loop_4B": ">= 80", "1KiB": ">= 15", "1MiB": ">= 1.5", "16MiB": ">= 2"}
 FACTORS = (0.4, 0.599)  # after a sum; together a little less than one
+
+
 # --- a job ---------------------------------------------------------------------------------------------------------
 
 

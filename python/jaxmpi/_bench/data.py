@@ -36,7 +36,7 @@ def blocks(count: int) -> Iterator[slice]:
 
 
 def count_wrong(found: Any, right: np.ndarray, tolerance: float = 0.0, scale: float = 1.0) -> int:
-    """Return how many elements differ from `scale` times those of `right`, by more than this part of them.
+    """Return how many elements differ from `scale` times `right`, by more than this part of the right value.
 
     An array of another shape or dtype is all wrong.
     """

@@ -29,7 +29,7 @@ class Batch:
     run: Callable[[Any], Any]
     """data -> what the calls make of it."""
     wrong: Callable[[int, Any], int] = lambda turn, result: 0
-    """(turn, what the calls have made) -> how many elements of it are wrong."""
+    """(turn, what the calls have made) -> how many elements of it are wrong. Without it nothing is compared."""
 
     def __call__(self, turn: int) -> tuple[float, int]:
         data = jax.block_until_ready(self.start(turn))
