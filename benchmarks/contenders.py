@@ -557,8 +557,7 @@ def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str
 
 def calls_in_batch(contender: Contender, nbytes: int, seconds: float) -> int:
     """How many calls take about `seconds`, the same on every rank; few enough for 0.999 to their power to count."""
-    few, many = {"loop": (10, 20000), "jit": (2, 20000), "eager": (2, 20000)}[contender.kind]
-    return max(few, min(many, int(seconds / (contender.latency + nbytes / 1e9))))
+    return max(10 if contender.kind == "loop" else 2, min(20000, int(seconds / (contender.latency + nbytes / 1e9))))
 
 
 def build(operation: str, nbytes: int, seconds: float, *, only: Any = None) -> dict[tuple[str, str], Batch]:

@@ -132,7 +132,8 @@ def by_jaxdecomp(work):
 
     mesh = jax.make_mesh((work.grid.comm.size, 1), ("z", "y"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("z", "y"))
-    run = looped(lambda x, once: fft.pifft3d(fft.pfft3d(x)), work.steps, jit=jax.jit)
+    jit = functools.partial(jax.jit, out_shardings=sharding)
+    run = looped(lambda x, once: fft.pifft3d(fft.pfft3d(x)), work.steps, jit=jit)
     return work.batch(lambda x: jax.make_array_from_process_local_data(sharding, x), run)
 
 

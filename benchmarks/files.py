@@ -12,7 +12,7 @@ Then a `Writer` beside a computation: steps that take as long to compute as to w
 and computed while they are written. What is hidden is (computed alone + written alone - both) / written alone.
 
 The figures are medians of the ratios of each turn. What was written is compared with what was given, in each turn.
-Prints lines `name: value` as quick.py does. The folder decides what is measured: memory or a disk.
+Prints lines `name: value` as quick.py does. TMPDIR decides what is measured: memory or a disk.
 """
 
 import argparse
@@ -117,9 +117,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender (default: %(default)s)")
     parser.add_argument("--mib", type=int, default=1024, help="of the field (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where files go (default: that of temporary files)")
     options = parser.parse_args()
-    made = tempfile.mkdtemp(dir=options.folder) if RANK == 0 else None
+    made = tempfile.mkdtemp() if RANK == 0 else None
     folder = Path(COMM.bcast(made))
     try:
         saved = take_turns(writing(folder, jaxmpi.Grid((0, 1), (options.mib, 1 << 18))), options.rounds)

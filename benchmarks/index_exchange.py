@@ -7,7 +7,6 @@ changes. The contenders take turns, some hundred exchanges in a loop at a time:
 
   jaxmpi      `IndexMap.exchange` in a `lax.fori_loop` inside one compiled call, to which the array is donated
   take        what users write: `take` of the rows to be sent, `jaxmpi.alltoallv`, and a scatter into the ghosts
-  allgather   `jaxmpi.allgatherv` of all rows, of which the ghosts are taken
   C           index_exchange.c: packed messages, MPI_Isend and MPI_Irecv; the faster of two ways, with messages that
               are received into their places, or unpacked
 
@@ -78,8 +77,6 @@ class Mesh:
     """The rows of this rank that others have as ghosts, in their order."""
     everything: np.ndarray
     """The vertices of rank 0, then those of rank 1 and so on, as the ranks order them."""
-    counts: list[int]
-    """How many each rank owns."""
     changes: np.ndarray
     """The vertices of all ranks that are multiplied: the first of each."""
 
@@ -110,7 +107,6 @@ def make_mesh(vertices):
         {rank: len(of) for rank, of in ghosts.items() if len(of)},
         {rank: row[to] for rank, to in sent.items() if len(to)},
         np.concatenate(orders),
-        [len(order) for order in orders],
         changes,
     )
 
@@ -186,18 +182,6 @@ def by_take(task):
     return in_loop(exchange, task, rows, ghosts)
 
 
-def by_allgather(task):
-    mesh = task.mesh
-    at = np.empty(len(mesh.everything), np.int32)
-    at[mesh.everything] = np.arange(len(mesh.everything))
-
-    def exchange(x, places):
-        everything = jaxmpi.allgatherv(x[: len(mesh.owned)], mesh.counts)
-        return x.at[len(mesh.owned) :].set(everything[places])
-
-    return in_loop(exchange, task, at[mesh.ghosts])
-
-
 def load_c():
     library = compile_c("index_exchange.c")
     rows = np.ctypeslib.ndpointer(np.float32, flags="C")
@@ -262,19 +246,16 @@ def contenders(library, mesh, width, dtype):
     """All contenders. Without C there are two: jaxmpi and PETSc."""
     vertices = jaxmpi.IndexMap(mesh.owned, mesh.ghosts)
     travelling = COMM.allreduce(len(mesh.ghosts), MPI.MAX) * width * dtype.itemsize
-    everything = len(mesh.everything) * width * dtype.itemsize
-    few, many = (max(2, min(5000, int(SECONDS / (5e-6 + size / 2e9)))) for size in (everything, travelling))
-    few = Task(mesh, width, dtype, few, 1)
-    many = Task(mesh, width, dtype, max(2, many // EACH), EACH)
-    ours = in_loop(vertices.exchange, many)
+    exchanges = max(2, min(5000, int(SECONDS / (5e-6 + travelling / 2e9))))
+    task = Task(mesh, width, dtype, max(2, exchanges // EACH), EACH)
+    ours = in_loop(vertices.exchange, task)
     if library is None:
-        return {"jaxmpi": ours, "petsc": by_petsc(many)}
+        return {"jaxmpi": ours, "petsc": by_petsc(task)}
     return {
         "jaxmpi": ours,
-        "C, in place": in_c(library, many, True),
-        "C, unpacked": in_c(library, many, False),
-        "jaxmpi, take": by_take(many),
-        "jaxmpi, allgather": by_allgather(few),
+        "C, in place": in_c(library, task, True),
+        "C, unpacked": in_c(library, task, False),
+        "jaxmpi, take": by_take(task),
     }
 
 
@@ -287,16 +268,14 @@ def time_of_map():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender (default: %(default)s)")
-    parser.add_argument("--vertices", type=int, nargs="+", default=SIZES, help="of the meshes (default: %(default)s)")
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="floats of a row (default: %(default)s)")
     parser.add_argument("--petsc", action="store_true", help="compare with PETSc alone, in float64")
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", options.petsc)
     library, dtype = (None, np.dtype(np.float64)) if options.petsc else (load_c(), np.dtype(np.float32))
     groups = {}
-    for vertices in options.vertices:
+    for vertices in SIZES:
         mesh = make_mesh(vertices)
-        for width in options.widths:
+        for width in WIDTHS:
             samples = take_turns(contenders(library, mesh, width, dtype), options.rounds)
             groups[f"{vertices} vertices, {width} floats each, on {SIZE} ranks"] = samples
             case = f"{vertices}_x_{width}_{SIZE}_ranks"
@@ -306,7 +285,6 @@ def main():
             c = min(("C, in place", "C, unpacked"), key=lambda name: samples[name].median)
             figure(f"index_exchange_vs_raw_c_{case}", ratio(samples, "jaxmpi", c), "<= 1.2")
             figure(f"take_alltoallv_vs_index_exchange_{case}", ratio(samples, "jaxmpi, take", "jaxmpi"), ">= 1.5")
-            figure(f"allgather_vs_index_exchange_{case}", ratio(samples, "jaxmpi, allgather", "jaxmpi"), ">= 5")
     made = take_turns({"map": time_of_map()}, 5)["map"]
     figure(f"index_map_of_a_million_s_{SIZE}_ranks", made.median, "<= 1")
     conclude(f"index_exchange_wrong_elements_{SIZE}_ranks", groups)

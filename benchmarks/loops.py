@@ -20,8 +20,8 @@ def looped(step, times, *constants, jit=jaxmpi.jit):
     def run(x, once, *constants):
         return repeated(lambda x: step(x, once, *constants), times)(x)
 
-    compiled, given = jit(run, donate_argnums=0), [jnp.asarray(values) for values in (1, *constants)]
-    return lambda x: jax.block_until_ready(compiled(x, *given))
+    compiled, given = jit(run, donate_argnums=0), [jnp.asarray(values) for values in constants]
+    return lambda x: jax.block_until_ready(compiled(x, 1, *given))
 
 
 def multiply(x, at, factor, once):

@@ -29,7 +29,7 @@ from jaxmpi._bench.timing import COMM, Batch, take_turns
 RANK, SIZE = COMM.rank, COMM.size
 LEFT, RIGHT = (RANK - 1) % SIZE, (RANK + 1) % SIZE
 EXCHANGE, COMPUTE, BLOCKING, OVERLAPPED = KINDS = ("exchange", "computation", "one after the other", "overlapped")
-ELEMENTS, CALLS = 1 << 14, 4
+BYTES, ELEMENTS, CALLS, ROUNDS = 4 << 20, 1 << 14, 4, 15
 
 
 def _compute(x, steps):
@@ -102,21 +102,19 @@ def balanced(programs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bytes", type=int, default=4 << 20)
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--name", required=True, help="of what the messages go through, for the names of the figures")
     options = parser.parse_args()
-    numbers = np.arange(options.bytes // 4, dtype=np.float32)
+    numbers = np.arange(BYTES // 4, dtype=np.float32)
     contenders = {}
     for who, programs in (("jaxmpi", by_jaxmpi), ("C", in_c)):
         of_kinds = balanced(programs(numbers * (RANK + 1), numbers * (LEFT + 1)))
         contenders |= {(kind, who): contender for kind, contender in zip(KINDS, of_kinds, strict=True)}
-    samples = take_turns(contenders, options.rounds)
+    samples = take_turns(contenders, ROUNDS)
     for who, suffix in (("jaxmpi", ""), ("C", "_in_c")):
         exchange, compute, _, overlapped = (samples[kind, who].median for kind in KINDS)
         figure(f"overlap_hidden_fraction_{options.name}{suffix}", 1 - (overlapped - compute) / exchange)
     figure("spare_cores_per_rank", len(set().union(*COMM.allgather(os.sched_getaffinity(0)))) / SIZE - 1)
-    conclude("overlap_wrong_elements", {f"{options.bytes} B, by {options.name}": samples})
+    conclude("overlap_wrong_elements", {f"{BYTES} B, by {options.name}": samples})
 
 
 if __name__ == "__main__":

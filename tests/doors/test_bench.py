@@ -328,8 +328,8 @@ BAD = [
     (["allreduce", "--dtype", "bool"], "allreduce: MPI.SUM is not defined for bool: pass another --dtype"),
     (["--how", "slowly"], "invalid choice: 'slowly'"),
     (["osu_scan", "--dtype", "float8_e5m2"], "osu_scan: MPI.SUM is not defined for float8_e5m2: pass another"),
-    (["--rounds", "0"], "'0' is no number from 1 to 1000000"),
-    (["--seconds", "0"], "'0' is no number of seconds"),
+    (["--rounds", "0"], "'0' is not between 0 and 1000000"),
+    (["--seconds", "soon"], "value: 'soon'"),
     (["--json", "/nowhere/figures.json"], "--json: /nowhere/figures.json cannot be written"),
     (["--plot", "figures.nothing"], "error: --plot"),
 ]

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,19 +55,14 @@ def size(text: str) -> int:
     return nbytes
 
 
-def _rounds(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000000")
-    return int(text)
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < 1e6:
+            raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1000000")
+        return value
 
-
-def _seconds(text: str) -> float:
-    try:
-        if 0 < float(text) < 1e6:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return number
 
 
 def _parser() -> Parser:
@@ -95,8 +90,8 @@ def _parser() -> Parser:
         default="loop",
         help="in a loop of one compiled program (default); by a call of jaxmpi.jit each; by an eager operation each",
     )
-    add("--rounds", type=_rounds, default=5, metavar="N", help="(default: %(default)s)")
-    add("--seconds", type=_seconds, default=0.2, help="for each size, about (default: %(default)s)")
+    add("--rounds", type=_positive(int), default=5, metavar="N", help="(default: %(default)s)")
+    add("--seconds", type=_positive(float), default=0.2, help="for each size, about (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all figures there, with their units")
     add("--plot", type=Path, metavar="FILE", help="draw them there, such as bench.png; by matplotlib")
     return parser

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,6 @@ def _wrong_of_jaxmpi(groups: Groups) -> int:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def _processor() -> str:
     try:
         found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -158,7 +150,7 @@ def surroundings() -> dict[str, Any]:
         "python": platform.python_version(),
         "mpi": " ".join(re.split(r"[,\n]", library.LIBRARY.version)[0].split()),
         "jaxmpi": versions.shown("jaxmpi"),
-        **{name: _version(name) for name in ("jax", "jaxlib", "numpy", "mpi4py", "mpi4jax")},
+        **{name: versions.installed(name) for name in ("jax", "jaxlib", "numpy", "mpi4py", "mpi4jax")},
     }
 
 
