@@ -38,7 +38,7 @@ LOOP(allreduce, MPI_Allreduce(x, y, n, MPI_FLOAT, MPI_SUM, comm); scale(x, y, m,
 
 LOOP(allreduce_in_place, MPI_Allreduce(MPI_IN_PLACE, x, n, MPI_FLOAT, MPI_SUM, comm); scale_in_place(x, m, factor))
 
-LOOP(exchange, MPI_Sendrecv(x, n, MPI_FLOAT, right, 0, y, n, MPI_FLOAT, left, 0, comm, MPI_STATUS_IGNORE);
+LOOP(sendrecv, MPI_Sendrecv(x, n, MPI_FLOAT, right, 0, y, n, MPI_FLOAT, left, 0, comm, MPI_STATUS_IGNORE);
      scale(x, y, m, factor))
 
 static void send_and_answer(MPI_Comm comm, int rank, const float *x, float *y, int n) {

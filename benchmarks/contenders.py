@@ -23,75 +23,32 @@ ping-pong a rank's data comes from another rank every time, so that it is the la
 import ctypes
 import functools
 import math
-import socket
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled import compile_c
+from loops import repeated
 from mpi4py import MPI
+from peers import MISSING, compile_c, load, load_package
 
-COMM = MPI.COMM_WORLD
+import jaxmpi
+from jaxmpi._bench.data import blocks, count_wrong
+from jaxmpi._bench.operations import OPERATIONS as ROWS
+from jaxmpi._bench.timing import COMM, Batch
+
 RANK, SIZE = COMM.rank, COMM.size
 LEFT, RIGHT = (RANK - 1) % SIZE, (RANK + 1) % SIZE
 FACTOR = 0.999
 
-MISSING: dict[str, str] = {}
-"""Contender -> why it cannot take part."""
-
-
-# --- the peers ---------------------------------------------------------------------------------------------------
-
-
-def _start_gloo() -> None:
-    """Joins the ranks to JAX's own runtime, whose collectives between CPUs are those of gloo."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = COMM.bcast(free.getsockname()[1])
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", SIZE, RANK)
-
-
-def _unless_missing(name: str, load: Callable[[], Any]) -> Any:
-    """What `load` returns on all ranks, or None and a remark."""
-    loaded, why = None, ""
-    try:
-        loaded = load()
-    except Exception as error:  # whatever keeps a peer from loading
-        why = f"{type(error).__name__}: {error}"
-    for reason in COMM.allgather(why):
-        if reason:
-            MISSING[name] = reason
-            return None
-    return loaded
-
-
-def _import_mpi4jax() -> Any:
-    import mpi4jax
-
-    return mpi4jax
-
-
 if SIZE < 2:
     sys.exit("the benchmarks need at least two ranks: python -m jaxmpi.run -n 2 ...")
-GLOO = "--gloo" in sys.argv
-"""Whether this is the job that compares JAX's own collectives with jaxmpi. It is one of its own: with gloo in the
-process calls of the other contenders on 1 MiB took up to twice as long, and gloo, which has threads of its own, is
-several times slower on a rank that is bound to one core."""
-
-if GLOO:
-    _unless_missing("gloo", _start_gloo)  # before JAX's backend starts
-
-import jaxmpi  # noqa: E402 (after gloo)
-
-MPI4JAX = None if GLOO else _unless_missing("mpi4jax", _import_mpi4jax)
-C: Any = None if GLOO else _unless_missing("C", lambda: compile_c("calls.c"))
+MPI4JAX = load_package("mpi4jax")
+C: Any = load("C", lambda: compile_c("calls.c"))
 
 
 # --- the operations ----------------------------------------------------------------------------------------------
@@ -123,9 +80,6 @@ class Operation:
 
     parts: bool = False
     """x has a part for each rank, so that its shape is (size, n), not (n,)."""
-
-    messages: int = 1
-    """Messages, one after the other, in a call: the time is divided by it."""
 
     rounding: float = 0.0
     """How much a result may differ from the witness, relative to it: sums have an order, and it is MPI's own. The
@@ -167,13 +121,13 @@ def _pingpong(mpi, x):
     return x
 
 
-def _exchange_traced(mpi, x):
+def _sendrecv_traced(mpi, x):
     """With ranks that are known at run time only."""
     left, right = jax.lax.optimization_barrier((jnp.int32(LEFT), jnp.int32(RIGHT)))
     return mpi.sendrecv(x, x, left, right, comm=COMM)
 
 
-def _exchange_by_requests(mpi, x):
+def _sendrecv_by_requests(mpi, x):
     got, _ = mpi.waitall([mpi.irecv(x, LEFT, comm=COMM), mpi.isend(x, RIGHT, comm=COMM)])
     return got
 
@@ -203,7 +157,7 @@ def _numpy_pingpong(x, y):
     return y if RANK < 2 else x
 
 
-def _numpy_exchange(x, y):
+def _numpy_sendrecv(x, y):
     COMM.Sendrecv(x, RIGHT, recvbuf=y, source=LEFT)
     return y
 
@@ -242,7 +196,7 @@ def _witness_pingpong(x):
     return x[[0, 0, *range(2, SIZE)]]
 
 
-def _witness_exchange(x):
+def _witness_sendrecv(x):
     return x[np.arange(SIZE) - 1]
 
 
@@ -273,12 +227,12 @@ OPERATIONS = {
             factors=(FACTOR / SIZE,) * SIZE,
             rounding=SIZE * float(np.finfo(np.float32).eps) if SIZE > 2 else 0.0,  # two have but one order
         ),
-        Operation("pingpong", _pingpong, _numpy_pingpong, _witness_pingpong, messages=2),
+        Operation("pingpong", _pingpong, _numpy_pingpong, _witness_pingpong),
         Operation(
-            "exchange",
+            "sendrecv",
             lambda mpi, x: mpi.sendrecv(x, x, LEFT, RIGHT, comm=COMM),
-            _numpy_exchange,
-            _witness_exchange,
+            _numpy_sendrecv,
+            _witness_sendrecv,
         ),
         Operation("bcast", lambda mpi, x: mpi.bcast(x, 0, comm=COMM), _numpy_bcast, _witness_bcast),
         Operation(
@@ -292,46 +246,15 @@ OPERATIONS = {
             "alltoall", lambda mpi, x: mpi.alltoall(x, comm=COMM), _numpy_alltoall, _witness_alltoall, parts=True
         ),
         Operation("barrier", _barrier, _numpy_barrier, _witness_barrier),
-    )
-}
-
-
-OURS_ALONE = {
-    operation.name: operation
-    for operation in (
         Operation("alltoallv", _alltoallv, _numpy_alltoallv, _witness_alltoall, parts=True),
-        Operation("exchange, traced", _exchange_traced, _numpy_exchange, _witness_exchange),
-        Operation("exchange by requests", _exchange_by_requests, _numpy_exchange, _witness_exchange),
+        Operation("sendrecv, traced", _sendrecv_traced, _numpy_sendrecv, _witness_sendrecv),
+        Operation("sendrecv by requests", _sendrecv_by_requests, _numpy_sendrecv, _witness_sendrecv),
     )
 }
-"""What mpi4jax does not have; not in the tables of calls.py."""
+"""The last three are not in the tables of calls.py: mpi4jax does not have them."""
 
 
 # --- the data, and the check of it -------------------------------------------------------------------------------
-
-BLOCK = 1 << 16
-"""Elements that are made or compared at a time: the check takes little memory, so that the calls find theirs as it was
-without it."""
-
-
-def blocks(count: int) -> Iterator[slice]:
-    return (slice(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
-
-
-def count_wrong(result: Any, right: np.ndarray, scale: float, rounding: float) -> int:
-    """The elements of `result` that are not `scale` times those of `right`, up to rounding."""
-    found = np.asarray(result)
-    if (found.shape, found.dtype) != (right.shape, right.dtype):
-        return right.size
-    found, right = found.reshape(-1), right.reshape(-1)
-    wrong = 0
-    for block in blocks(right.size):
-        expected = right[block] * np.float32(scale)
-        differs = found[block] != expected
-        if rounding and differs.any():
-            differs &= ~(np.abs(found[block] - expected) <= rounding * np.abs(expected))
-        wrong += np.count_nonzero(differs)
-    return wrong
 
 
 @dataclass(frozen=True)
@@ -381,7 +304,8 @@ class Data:
 
         def wrong(turn: int, result: Any) -> int:
             own = result.addressable_data(0) if isinstance(result, jax.Array) else result
-            return count_wrong(own, self.right(step, steps), 1 + turn % 2, math.sqrt(steps) * self.operation.rounding)
+            tolerance = math.sqrt(steps) * self.operation.rounding
+            return count_wrong(own, self.right(step, steps), tolerance, scale=1 + turn % 2)
 
         return wrong
 
@@ -401,31 +325,6 @@ def plus_one(operation: Operation, x: np.ndarray) -> np.ndarray:
 # --- the kinds of call -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A batch of calls of one contender."""
-
-    calls: int
-    run: Callable[[Any], Any]
-    """x -> what the calls make of it"""
-    start: Callable[[int], Any]
-    """turn -> x"""
-    wrong: Callable[[int, Any], int]
-    """(turn, what the calls have made) -> how many elements of it are wrong"""
-
-    def __call__(self, turn: int) -> tuple[float, int]:
-        """The seconds of one call, after a barrier, and the wrong elements, on this rank."""
-        x = jax.block_until_ready(self.start(turn))
-        COMM.Barrier()
-        start = time.perf_counter()
-        result = self.run(x)
-        seconds = time.perf_counter() - start
-        wrong = self.wrong(turn, result)
-        start = time.perf_counter()
-        del result  # its memory is given back at the cost of the calls, as that of the results before it
-        return (seconds + time.perf_counter() - start) / self.calls, wrong
-
-
 def chain(function: Callable[[jax.Array], jax.Array], calls: int) -> Callable[[jax.Array], jax.Array]:
     """Calls on the result of the call before, each waited for."""
 
@@ -437,14 +336,10 @@ def chain(function: Callable[[jax.Array], jax.Array], calls: int) -> Callable[[j
     return run
 
 
-def repeated(step: Callable[[Any], Any], calls: int) -> Callable[[Any], Any]:
-    return lambda x: jax.lax.fori_loop(0, calls, lambda _, u: step(u), x)
-
-
 def _jax_loop(mpi, jit):
     def build(data, calls):
         compiled = jit(repeated(data.operation.step(mpi), calls))
-        return Measure(calls, lambda x: compiled(x).block_until_ready(), data.on_device, data.check(scaled, calls))
+        return Batch(calls, data.on_device, lambda x: compiled(x).block_until_ready(), data.check(scaled, calls))
 
     return build
 
@@ -452,7 +347,7 @@ def _jax_loop(mpi, jit):
 def _jax_call(mpi, jit):
     def build(data, calls):
         run = chain(jit(data.operation.step(mpi)), calls)
-        return Measure(calls, run, data.on_device, data.check(scaled, calls))
+        return Batch(calls, data.on_device, run, data.check(scaled, calls))
 
     return build
 
@@ -483,7 +378,7 @@ def _jax_eager(mpi):
             return y
 
         check = _check_eager(data, calls, lambda turn: operation.jax(mpi, data.on_device(turn)))
-        return Measure(calls, run, data.on_device, check)
+        return Batch(calls, data.on_device, run, check)
 
     return build
 
@@ -493,31 +388,8 @@ def _plain_jax(data, calls):
     if data.operation.name != "allreduce":
         return None
     check = data.check(plus_one, calls)  # in even turns: the result is not twice as large from data that is
-    return Measure(calls, chain(jax.jit(lambda x: x + 1), calls), lambda _: data.on_device(0), lambda _, y: check(0, y))
-
-
-def _gloo(loop):
-    """`psum` over a mesh of one device per rank."""
-
-    def build(data, calls):
-        if data.operation.name != "allreduce":
-            return None
-        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
-        spec = jax.sharding.PartitionSpec("ranks")
-        sharding = jax.sharding.NamedSharding(mesh, spec)
-        starts = [
-            jax.make_array_from_single_device_arrays((SIZE * local.size,), sharding, [local]) for local in data.device
-        ]
-
-        def step(v):
-            return jax.lax.psum(v, "ranks") * data.operation.factor
-
-        body = repeated(step, calls) if loop else step
-        compiled = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-        run = (lambda x: compiled(x).block_until_ready()) if loop else chain(compiled, calls)
-        return Measure(calls, run, lambda turn: starts[turn % 2], data.check(scaled, calls))
-
-    return build
+    run = chain(jax.jit(lambda x: x + 1), calls)
+    return Batch(calls, lambda turn: data.on_device(0), run, lambda turn, y: check(0, y))
 
 
 def _room(operation: Operation, x: np.ndarray) -> np.ndarray:
@@ -533,7 +405,7 @@ def _numpy_loop(data, calls):
             np.multiply(kept(numpy(x, y)), factor, out=x)
         return x
 
-    return Measure(calls, run, lambda turn: data.on_host(turn).copy(), data.check(scaled, calls))
+    return Batch(calls, lambda turn: data.on_host(turn).copy(), run, data.check(scaled, calls))
 
 
 def _numpy_eager(data, calls):
@@ -555,7 +427,7 @@ def _numpy_eager(data, calls):
         return result
 
     check = _check_eager(data, calls, lambda turn: operation.numpy(data.on_host(turn).copy(), room))
-    return Measure(calls, run, start, check)
+    return Batch(calls, start, run, check)
 
 
 def _c_array(count: int) -> np.ndarray:
@@ -583,27 +455,25 @@ def _c_loop(in_place):
             function(MPI._addressof(COMM), x.ctypes.data, y.ctypes.data, count, operation.factor, calls)
             return x
 
-        return Measure(calls, run, lambda turn: np.copyto(x, data.on_host(turn)) or x, data.check(scaled, calls))
+        def start(turn):
+            x[...] = data.on_host(turn)
+            return x
+
+        return Batch(calls, start, run, data.check(scaled, calls))
 
     return build
 
 
 PLAIN = "x + 1"
 """The contender that does not communicate."""
-OUT_OF_PLACE = "out of place"
-
-
-def is_ours(name: str) -> bool:
-    """Whether a contender is jaxmpi, in one way or another."""
-    return name.startswith(("jaxmpi", OUT_OF_PLACE))
 
 
 @dataclass(frozen=True)
 class Contender:
     kind: str
     name: str
-    build: Callable[[Data, int], Measure | None]
-    """(data, calls in a batch) -> its measure, or None: does not have that operation."""
+    build: Callable[[Data, int], Batch | None]
+    """(data, calls in a batch) -> the batch, or None if it does not have that operation."""
     latency: float
     """Roughly the seconds of the smallest call: for the number of calls in a batch."""
     needs: str = ""
@@ -615,38 +485,23 @@ CONTENDERS = (
     Contender("loop", "mpi4py", _numpy_loop, 2e-6),
     Contender("loop", "jaxmpi", _jax_loop(jaxmpi, jaxmpi.jit), 0.7e-6),
     Contender("loop", "mpi4jax", _jax_loop(MPI4JAX, jax.jit), 1e-6, "mpi4jax"),
-    Contender("loop", "psum, gloo", _gloo(True), 100e-6, "gloo"),
     Contender("jit", "jaxmpi", _jax_call(jaxmpi, jaxmpi.jit), 10e-6),
     Contender("jit", "jaxmpi in jax.jit", _jax_call(jaxmpi, jax.jit), 200e-6),
     Contender("jit", "mpi4jax", _jax_call(MPI4JAX, jax.jit), 200e-6, "mpi4jax"),
-    Contender("jit", "psum, gloo", _gloo(False), 200e-6, "gloo"),
     Contender("jit", PLAIN, _plain_jax, 5e-6),
     Contender("eager", "jaxmpi", _jax_eager(jaxmpi), 20e-6),
     Contender("eager", "mpi4py", _numpy_eager, 1e-6),
     Contender("eager", "mpi4jax", _jax_eager(MPI4JAX), 18e-3, "mpi4jax"),
 )
-KINDS = ("loop", "jit", "eager")
 
 
-def _allreduce_out_of_place() -> Callable[[jax.Array], jax.Array]:
-    """What jaxmpi.allreduce would be if its result never took the operand's place."""
-    from jaxmpi._mpi.communicators import resolve
-    from jaxmpi._operations.reductions import allreduce_p
-    from jaxmpi._primitive.arguments import reduction
-    from jaxmpi._primitive.params import Reducing
-
-    params = Reducing(resolve(COMM, "allreduce"), reduction(MPI.SUM, "allreduce"), in_place=False)
-    return lambda x: allreduce_p.apply(params, x)[0]
-
-
-def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:
+def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Batch]:
     """A jit call of allreduce alone, its operand donated or not: with jaxmpi the former needs no memory besides it."""
-    measures = {}
+    batches = {}
     data = Data(OPERATIONS["allreduce"], nbytes, TINY)
     allreduce, calls = data.operation.jax, min(calls, DOUBLINGS)
     functions = {
         "jaxmpi": (jaxmpi.jit, functools.partial(allreduce, jaxmpi)),
-        OUT_OF_PLACE: (jaxmpi.jit, _allreduce_out_of_place()),
         "mpi4jax": (jax.jit, functools.partial(allreduce, MPI4JAX)),
     }
 
@@ -657,16 +512,16 @@ def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:
         for suffix, options in (("", {}), (", donated", {"donate_argnums": 0})):
             if name not in MISSING:
                 run = chain(jit(function, **options), calls)
-                measures["jit", name + suffix] = Measure(calls, run, start, data.check(alone, calls))
-    return measures
+                batches["jit", name + suffix] = Batch(calls, start, run, data.check(alone, calls))
+    return batches
 
 
 TOGETHER, EACH = "jaxmpi, one call", "jaxmpi, a call for each leaf"
 
 
-def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str], Measure]:
+def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str], Batch]:
     """allreduce of a pytree of so many leaves of so many bytes each, and of each leaf alone."""
-    measures = {}
+    batches = {}
     data, tiny = (Data(OPERATIONS["allreduce"], leaves * nbytes, least) for least in (1.0, TINY))
     allreduce = functools.partial(data.operation.jax, jaxmpi)
     functions = {TOGETHER: allreduce, EACH: lambda xs: [allreduce(x) for x in xs]}
@@ -693,68 +548,28 @@ def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str
         many, few = (max(2, int(seconds / (leaves * latency))) for latency in (1e-6, 20e-6))
         few = min(few, DOUBLINGS)
         loop, check = jaxmpi.jit(repeated(step, many)), whole(data.check(scaled, many))
-        measures["loop", name] = Measure(many, lambda x, f=loop: jax.block_until_ready(f(x)), start(data), check)
+        batches["loop", name] = Batch(many, start(data), lambda x, f=loop: jax.block_until_ready(f(x)), check)
         check = whole(data.check(scaled, few))
-        measures["jit", name] = Measure(few, steps(jaxmpi.jit(step), few), start(data), check)
-        measures["eager", name] = Measure(few, steps(function, few), start(tiny), whole(tiny.check(alone, few)))
-    return measures
-
-
-def takes_part(contender: Contender) -> bool:
-    if GLOO and contender.kind != "eager" and contender.name == "jaxmpi":
-        return True
-    return (contender.needs == "gloo") == GLOO and contender.needs not in MISSING
+        batches["jit", name] = Batch(few, start(data), steps(jaxmpi.jit(step), few), check)
+        batches["eager", name] = Batch(few, start(tiny), steps(function, few), whole(tiny.check(alone, few)))
+    return batches
 
 
 def calls_in_batch(contender: Contender, nbytes: int, seconds: float) -> int:
     """How many calls take about `seconds`, the same on every rank; few enough for 0.999 to their power to count."""
-    few, many = {"loop": (10, 20000), "jit": (2, 20000), "eager": (2, 20000)}[contender.kind]
-    return max(few, min(many, int(seconds / (contender.latency + nbytes / 1e9))))
+    return max(10 if contender.kind == "loop" else 2, min(20000, int(seconds / (contender.latency + nbytes / 1e9))))
 
 
-def build(operation: str, nbytes: int, seconds: float, *, only: Any = None) -> dict[tuple[str, str], Measure]:
-    """(kind, contender) -> measure, of all that can take part, or of those in `only`."""
-    measures = {}
-    usual, tiny = (Data((OPERATIONS | OURS_ALONE)[operation], nbytes, least) for least in (1.0, TINY))
+def build(operation: str, nbytes: int, seconds: float, *, only: Any = None) -> dict[tuple[str, str], Batch]:
+    """(kind, contender) -> batch, of all that can take part, or of those in `only`."""
+    batches = {}
+    usual, tiny = (Data(OPERATIONS[operation], nbytes, least) for least in (1.0, TINY))
     for contender in CONTENDERS:
         key = contender.kind, contender.name
-        if not takes_part(contender) or (only is not None and key not in only):
+        if contender.needs in MISSING or (only is not None and key not in only):
             continue
         data = tiny if contender.kind == "eager" else usual
-        measure = contender.build(data, calls_in_batch(contender, nbytes, seconds))
-        if measure is not None:
-            measures[key] = replace(measure, calls=measure.calls * data.operation.messages)
-    return measures
-
-
-@dataclass(frozen=True)
-class Sample:
-    seconds: list[float]
-    """Of one call, in every round; the slowest rank counts."""
-    wrong: int
-    """Elements that were not what they must be, on all ranks and in all rounds."""
-
-
-def sample(measures: dict[Any, Measure], rounds: int) -> dict[Any, Sample]:
-    """What each contender does in so many rounds, in which all take turns."""
-    seconds = np.empty((rounds + 1, len(measures)))
-    wrong = np.empty((rounds + 1, len(measures)), np.int64)
-    for turn in range(rounds + 1):  # the first compiles, and its time does not count
-        for column, measure in enumerate(measures.values()):
-            seconds[turn, column], wrong[turn, column] = measure(turn)
-    COMM.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
-    COMM.Allreduce(MPI.IN_PLACE, wrong, MPI.SUM)
-    return {
-        key: Sample(seconds[1:, column].tolist(), int(wrong[:, column].sum())) for column, key in enumerate(measures)
-    }
-
-
-def finish(found: Iterable[tuple[str, str, int]]) -> None:
-    """Names what was wrong, of (where, contender, wrong elements), and ends the job with an error if it was ours."""
-    found = [(where, contender, wrong) for where, contender, wrong in found if wrong]
-    if RANK == 0:
-        for where, contender, wrong in found:
-            print(f"WRONG DATA: {contender}, {where}: {wrong} elements", flush=True)
-    COMM.Barrier()  # the first rank that ends with an error ends the others
-    if any(is_ours(contender) for _, contender, _ in found):
-        sys.exit(1)
+        batch = contender.build(data, calls_in_batch(contender, nbytes, seconds))
+        if batch is not None:
+            batches[key] = replace(batch, calls=batch.calls * ROWS.get(operation, ROWS["sendrecv"]).messages)
+    return batches

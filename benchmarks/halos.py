@@ -11,41 +11,32 @@ zero and changes, and what is measured is the exchange. The contenders take turn
                   all directions at once, and one axis after the other
   without         jaxmpi's loop without an exchange: the rest of a step, which is in all figures, as XLA executes it
 
-Prints lines `name: value` as quick.py does. All fields are compared with NumPy's, every element, on every rank.
+Prints lines `name: value` as quick.py does. The figures are medians of the ratios of each turn. All fields are compared
+with NumPy's, every element, on every rank.
 """
 
 import argparse
 import ctypes
-import statistics
+import functools
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled import compile_c
-from in_place import multiply
-from mpi4py import MPI
+from loops import looped, multiply
+from peers import MISSING, compile_c, load_package
 
 import jaxmpi
+from jaxmpi._bench.data import count_wrong
+from jaxmpi._bench.report import conclude, figure
+from jaxmpi._bench.timing import COMM, Batch, ratio, take_turns
 
-try:
-    import mpi4jax
-except ImportError:
-    mpi4jax = None
-
-COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 W, STEPS, FACTOR = 2, 1000, np.float32(0.9999)
 GRIDS = {2: (2, 1), 4: (2, 2)}
 SIZES = {"8_fields": (8, 256), "1_field_of_16": (1, 16)}
-WITHOUT = "without"
-GOALS = {
-    ("8_fields", "mpi4jax"): ">= 10",
-    ("8_fields", "C"): "<= 1.2",
-    ("1_field_of_16", "mpi4jax"): ">= 5",
-    ("1_field_of_16", "C"): "<= 2",
-}
+GOALS = {"8_fields": (">= 10", "<= 1.2"), "1_field_of_16": (">= 5", "<= 2")}
+"""Times as fast as mpi4jax, and of the time of C."""
 
 
 def load_c():
@@ -70,6 +61,7 @@ def start(number, n, turn):
     return [np.pad(field, W) for field in blocks_of_all(number, n, turn)[RANK]]
 
 
+@functools.lru_cache(1)
 def right(number, n, turn):
     """What this rank must have after the steps."""
     blocks = blocks_of_all(number, n, turn)
@@ -101,17 +93,19 @@ def scale(fields, once):
 # --- contenders ------------------------------------------------------------------------------------------------------
 
 
-def looped(exchange, jit):
-    run = jit(lambda fields, once: jax.lax.fori_loop(0, STEPS, lambda _, f: scale(exchange(f), once), fields))
+def wrong(number, n):
+    """Return the check of the fields after a batch."""
 
-    def batch(fields):
-        given = jax.block_until_ready([jnp.asarray(field) for field in fields])
-        COMM.Barrier()
-        begin = time.perf_counter()
-        result = jax.block_until_ready(run(given, 1))
-        return time.perf_counter() - begin, result
+    def check(turn, result):
+        pairs = zip(result, right(number, n, turn), strict=True)
+        return sum(count_wrong(field, expected, tolerance=1e-6) for field, expected in pairs)
 
-    return batch
+    return check
+
+
+def in_loop(exchange, number, n, jit=jaxmpi.jit):
+    run = looped(lambda fields, once: scale(exchange(fields), once), STEPS, jit=jit)
+    return Batch(STEPS, lambda turn: [jnp.array(field) for field in start(number, n, turn)], run, wrong(number, n))
 
 
 def by_hand(sendrecv):
@@ -149,15 +143,16 @@ def in_c(library, number, n, in_turn):
     pointers = (ctypes.c_void_p * number)(*(field.ctypes.data for field in fields))
     made = library.halos_make(pointers, number, n, n, W, *GRIDS[SIZE], in_turn)
 
-    def batch(given):
-        for field, values in zip(fields, given, strict=True):
+    def put(turn):
+        for field, values in zip(fields, start(number, n, turn), strict=True):
             field[...] = values
-        COMM.Barrier()
-        begin = time.perf_counter()
-        library.halos_run(made, STEPS, FACTOR)
-        return time.perf_counter() - begin, fields
+        return fields
 
-    return batch
+    def run(fields):
+        library.halos_run(made, STEPS, FACTOR)
+        return fields
+
+    return Batch(STEPS, put, run, wrong(number, n))
 
 
 def contenders(library, number, n):
@@ -165,32 +160,17 @@ def contenders(library, number, n):
     shape = tuple(count * n for count in GRIDS[SIZE])
     grid = jaxmpi.Grid(GRIDS[SIZE], shape, periodic=periodic)
     widths = tuple(W if count > 1 else (W, W) for count in GRIDS[SIZE])
+    without = in_loop(lambda fields: fields, number, n)
     made = {
-        "jaxmpi": looped(lambda fields: grid.exchange(fields, widths), jaxmpi.jit),
-        WITHOUT: looped(lambda fields: fields, jaxmpi.jit),
-        "jaxmpi pattern": looped(by_hand(lambda x, y, source, dest: jaxmpi.sendrecv(x, y, source, dest)), jaxmpi.jit),
+        "jaxmpi": in_loop(lambda fields: grid.exchange(fields, widths), number, n),
+        "without": Batch(STEPS, without.start, without.run),
+        "jaxmpi pattern": in_loop(by_hand(jaxmpi.sendrecv), number, n),
         "C, at once": in_c(library, number, n, 0),
         "C, in turn": in_c(library, number, n, 1),
     }
-    if mpi4jax is not None:
-        peer = lambda x, y, source, dest: mpi4jax.sendrecv(x, y, source, dest, comm=COMM)  # noqa: E731
-        made["mpi4jax"] = looped(by_hand(peer), jax.jit)
+    if mpi4jax := load_package("mpi4jax"):
+        made["mpi4jax"] = in_loop(by_hand(functools.partial(mpi4jax.sendrecv, comm=COMM)), number, n, jit=jax.jit)
     return made
-
-
-def measure(library, number, n, rounds):
-    """Seconds of a step by contender, one per round, and the elements that were wrong."""
-    made = contenders(library, number, n)
-    seconds = {name: [] for name in made}
-    wrong = dict.fromkeys(made, 0)
-    for turn in range(rounds + 1):  # the first compiles, and its time does not count
-        expected, given = right(number, n, turn), start(number, n, turn)
-        for name, batch in made.items():
-            spent, result = batch(given)
-            seconds[name] += [COMM.allreduce(spent, MPI.MAX) / STEPS] if turn else []
-            for x, y in zip(result, expected, strict=True) if name != WITHOUT else ():
-                wrong[name] += np.count_nonzero(~np.isclose(np.asarray(x), y, rtol=1e-6, atol=0))
-    return seconds, {name: COMM.allreduce(count) for name, count in wrong.items()}
 
 
 def main():
@@ -199,30 +179,15 @@ def main():
     rounds = parser.parse_args().rounds
     if SIZE not in GRIDS:
         sys.exit(f"halos.py runs on {' or '.join(map(str, GRIDS))} ranks: python -m jaxmpi.run -n 2 ...")
-    library = load_c()
-    found = {name: measure(library, number, n, rounds) for name, (number, n) in SIZES.items()}
-    if RANK > 0:
-        return
-    for name, (seconds, _) in found.items():
-        seconds["C"] = min((seconds["C, at once"], seconds["C, in turn"]), key=statistics.median)
-        for peer in ("mpi4jax", "C"):
-            goal = GOALS[name, peer]
-            if peer not in seconds:
-                print(f"halo_{name}_vs_{peer}_on_{SIZE}: -  (goal {goal}; {peer} is missing)")
-                continue
-            pairs = zip(seconds["jaxmpi"], seconds[peer], strict=True)
-            value = statistics.median(a / b if peer == "C" else b / a for a, b in pairs)
-            label = "vs_mpi4jax_pattern" if peer == "mpi4jax" else "vs_raw_c"
-            print(f"halo_{name}_{label}_{SIZE}_ranks: {value:.4g}  (goal {goal})")
-    print(f"halo_wrong_elements_{SIZE}_ranks: {sum(sum(wrong.values()) for _, wrong in found.values())}  (goal 0)")
-    for name, (seconds, _) in found.items():
-        print(f"\n{name} on {SIZE} ranks, us per exchange, median and quartiles:")
-        for who, times in seconds.items():
-            if who != "C":
-                low, middle, high = (f"{1e6 * value:.4g}" for value in statistics.quantiles(times, n=4))
-                print(f"  {who:15} {middle:>8}  ({low} - {high})")
-    if any(any(wrong.values()) for _, wrong in found.values()):
-        sys.exit(1)
+    library, groups = load_c(), {}
+    for name, (number, n) in SIZES.items():
+        samples = take_turns(contenders(library, number, n), rounds)
+        groups[f"exchange of {name} on {SIZE} ranks"] = samples
+        of_peer, of_c = GOALS[name]
+        c = min(("C, at once", "C, in turn"), key=lambda name: samples[name].median)
+        figure(f"halo_{name}_vs_mpi4jax_pattern_{SIZE}_ranks", ratio(samples, "mpi4jax", "jaxmpi"), of_peer)
+        figure(f"halo_{name}_vs_raw_c_{SIZE}_ranks", ratio(samples, "jaxmpi", c), of_c)
+    conclude(f"halo_wrong_elements_{SIZE}_ranks", groups, missing=MISSING)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ changes. The contenders take turns, some hundred exchanges in a loop at a time:
 
   jaxmpi      `IndexMap.exchange` in a `lax.fori_loop` inside one compiled call, to which the array is donated
   take        what users write: `take` of the rows to be sent, `jaxmpi.alltoallv`, and a scatter into the ghosts
-  allgather   `jaxmpi.allgatherv` of all rows, of which the ghosts are taken
   C           index_exchange.c: packed messages, MPI_Isend and MPI_Irecv; the faster of two ways, with messages that
               are received into their places, or unpacked
 
@@ -21,21 +20,20 @@ does.
 
 import argparse
 import ctypes
-import statistics
-import sys
-import time
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiled import compile_c
-from in_place import multiply
+from loops import looped, multiply, repeated
 from mpi4py import MPI
+from peers import compile_c
 
 import jaxmpi
+from jaxmpi._bench.data import count_wrong
+from jaxmpi._bench.report import conclude, figure
+from jaxmpi._bench.timing import COMM, Batch, ratio, take_turns
 
-COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 FACTOR, CHANGED, EACH = np.float32(0.9999), 16, 50
 SIZES, WIDTHS = (100_000, 1_000_000), (1, 4, 64)
@@ -43,7 +41,6 @@ OF_MAP = 1_000_000
 """How many vertices each rank owns of the map whose making is timed."""
 SECONDS = 0.03
 """Of a turn, about."""
-GOALS = {"raw_c": "<= 1.2", "take": ">= 1.5", "allgather": ">= 5", "petsc": ""}
 
 
 # --- the mesh, and what is right -----------------------------------------------------------------------------------
@@ -80,8 +77,6 @@ class Mesh:
     """The rows of this rank that others have as ghosts, in their order."""
     everything: np.ndarray
     """The vertices of rank 0, then those of rank 1 and so on, as the ranks order them."""
-    counts: list[int]
-    """How many each rank owns."""
     changes: np.ndarray
     """The vertices of all ranks that are multiplied: the first of each."""
 
@@ -112,7 +107,6 @@ def make_mesh(vertices):
         {rank: len(of) for rank, of in ghosts.items() if len(of)},
         {rank: row[to] for rank, to in sent.items() if len(to)},
         np.concatenate(orders),
-        [len(order) for order in orders],
         changes,
     )
 
@@ -124,9 +118,35 @@ def values(numbers, width, turn):
     return 1 + (mixed >> np.uint32(8)).astype(np.float32) / np.float32(1 << 24)
 
 
+@dataclass(frozen=True)
+class Task:
+    """What the contenders do: so many steps of so many exchanges and one multiplication each."""
+
+    mesh: Mesh
+    width: int
+    dtype: np.dtype
+    steps: int
+    each: int
+
+    def given(self, turn):
+        """All rows of this rank, as they are with right ghosts."""
+        rows = values(np.concatenate([self.mesh.owned, self.mesh.ghosts]), self.width, turn)
+        return rows.astype(self.dtype)
+
+    def start(self, turn):
+        rows = self.given(turn)
+        rows[len(self.mesh.owned) :] = 0
+        return rows
+
+    def wrong(self, turn, result):
+        return count_wrong(result, right(self.mesh, self.given(turn), self.steps))
+
+    def batch(self, start, run):
+        return Batch(self.steps * self.each, start, run, self.wrong)
+
+
 def right(mesh, given, steps):
-    """All rows of this rank after so many steps, which are some exchanges and one multiplication each: ghosts are what
-    their owners had before the last one."""
+    """All rows of this rank after these steps: ghosts are what their owners had before the last multiplication."""
     rows = given.copy()
     changed = np.isin(mesh.ghosts, mesh.changes)
     own, ghosts = rows[:CHANGED], rows[len(mesh.owned) :]
@@ -139,29 +159,18 @@ def right(mesh, given, steps):
 # --- contenders ------------------------------------------------------------------------------------------------------
 
 
-def looped(exchange, steps, each, *constants):
+def in_loop(exchange, task, *constants):
     """exchange(x, *constants): constants are arguments of the compiled function."""
 
-    def run(x, once, *constants):
-        def step(_, x):
-            x = jax.lax.fori_loop(0, each, lambda _, x: exchange(x, *constants), x)
-            return multiply(x, slice(CHANGED), FACTOR, once)
+    def step(x, once, *constants):
+        x = repeated(lambda x: exchange(x, *constants), task.each)(x)
+        return multiply(x, slice(CHANGED), FACTOR, once)
 
-        return jax.lax.fori_loop(0, steps, step, x)
-
-    compiled, constants = jaxmpi.jit(run, donate_argnums=0), [jnp.asarray(of) for of in (1, *constants)]
-
-    def batch(given):
-        x = jax.block_until_ready(jnp.array(given))
-        COMM.Barrier()
-        begin = time.perf_counter()
-        result = jax.block_until_ready(compiled(x, *constants))
-        return time.perf_counter() - begin, result
-
-    return batch
+    return task.batch(lambda turn: jnp.array(task.start(turn)), looped(step, task.steps, *constants))
 
 
-def by_take(mesh, steps, each):
+def by_take(task):
+    mesh = task.mesh
     sends = [len(mesh.sends.get(rank, ())) for rank in range(SIZE)]
     receives = [mesh.receives.get(rank, 0) for rank in range(SIZE)]
     rows = np.concatenate([np.zeros(0, np.int32), *mesh.sends.values()])
@@ -170,18 +179,7 @@ def by_take(mesh, steps, each):
     def exchange(x, rows, ghosts):
         return x.at[ghosts].set(jaxmpi.alltoallv(jnp.take(x, rows, axis=0), sends, receives))
 
-    return looped(exchange, steps, each, rows, ghosts)
-
-
-def by_allgather(mesh, steps, each):
-    at = np.empty(len(mesh.everything), np.int32)
-    at[mesh.everything] = np.arange(len(mesh.everything))
-
-    def exchange(x, places):
-        everything = jaxmpi.allgatherv(x[: len(mesh.owned)], mesh.counts)
-        return x.at[len(mesh.owned) :].set(everything[places])
-
-    return looped(exchange, steps, each, at[mesh.ghosts])
+    return in_loop(exchange, task, rows, ghosts)
 
 
 def load_c():
@@ -196,138 +194,100 @@ def load_c():
     return library
 
 
-def in_c(library, mesh, width, steps, each, in_place):
-    rows = np.zeros((len(mesh.owned) + len(mesh.ghosts), width), np.float32)
+def in_c(library, task, in_place):
+    mesh, rows = task.mesh, task.start(0)
     sent = list(mesh.sends), [len(of) for of in mesh.sends.values()]
     received = list(mesh.receives), list(mesh.receives.values())
     sent, received = ([np.array(of, np.int32) for of in lists] for lists in (sent, received))
     sent.append(np.concatenate([np.zeros(0, np.int32), *mesh.sends.values()]))
     counts = len(sent[0]), len(received[0])
     made = library.index_exchange_make(
-        rows, len(mesh.owned), width, counts[0], *sent, counts[1], *received, int(in_place)
+        rows, len(mesh.owned), task.width, counts[0], *sent, counts[1], *received, int(in_place)
     )
 
-    def batch(given, kept=(sent, received)):
-        rows[...] = given
-        COMM.Barrier()
-        begin = time.perf_counter()
-        library.index_exchange_run(made, steps, each, FACTOR, CHANGED)
-        return time.perf_counter() - begin, rows
+    def put(turn, kept=(sent, received)):
+        rows[...] = task.start(turn)
+        return rows
 
-    return batch
+    def run(rows):
+        library.index_exchange_run(made, task.steps, task.each, FACTOR, CHANGED)
+        return rows
+
+    return task.batch(put, run)
 
 
-def by_petsc(mesh, width, steps, each):
+def by_petsc(task):
     from petsc4py import PETSc  # which initializes MPI where that has not been done
 
+    mesh, width = task.mesh, task.width
     at = np.empty(len(mesh.everything), PETSc.IntType)
     at[mesh.everything] = np.arange(len(mesh.everything))  # PETSc numbers what rank 0 owns first
     shape = len(mesh.owned) + len(mesh.ghosts), width
     vector = PETSc.Vec().createGhost(at[mesh.ghosts], (len(mesh.owned) * width, None), bsize=width, comm=COMM)
     insert, forward = PETSc.InsertMode.INSERT_VALUES, PETSc.ScatterMode.FORWARD
 
-    def batch(given):
+    def put(turn):
         with vector.localForm() as local:
             rows = local.getArray().reshape(shape)
-        rows[...] = given
-        COMM.Barrier()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            for _ in range(each):
+        rows[...] = task.start(turn)
+        return rows
+
+    def run(rows):
+        for _ in range(task.steps):
+            for _ in range(task.each):
                 vector.ghostUpdate(insert, forward)
             rows[:CHANGED] *= FACTOR
-        return time.perf_counter() - begin, rows
+        return rows
 
-    return batch
+    return task.batch(put, run)
 
 
-def measure(library, mesh, width, rounds, dtype):
-    """Seconds of an exchange by contender, one per turn, and the elements that were wrong. Without C: beside PETSc."""
+def contenders(library, mesh, width, dtype):
+    """All contenders. Without C there are two: jaxmpi and PETSc."""
     vertices = jaxmpi.IndexMap(mesh.owned, mesh.ghosts)
     travelling = COMM.allreduce(len(mesh.ghosts), MPI.MAX) * width * dtype.itemsize
-    everything = len(mesh.everything) * width * dtype.itemsize
-    few, many = (max(2, min(5000, int(SECONDS / (5e-6 + size / 2e9)))) for size in (everything, travelling))
-    few, many = (few, 1), (max(2, many // EACH), EACH)  # steps, and exchanges of each
-    made = {"jaxmpi": (looped(vertices.exchange, *many), many)}
+    exchanges = max(2, min(5000, int(SECONDS / (5e-6 + travelling / 2e9))))
+    task = Task(mesh, width, dtype, max(2, exchanges // EACH), EACH)
+    ours = in_loop(vertices.exchange, task)
     if library is None:
-        made["petsc"] = by_petsc(mesh, width, *many), many
-    else:
-        made |= {
-            "C, in place": (in_c(library, mesh, width, *many, True), many),
-            "C, unpacked": (in_c(library, mesh, width, *many, False), many),
-            "take": (by_take(mesh, *many), many),
-            "allgather": (by_allgather(mesh, *few), few),
-        }
-    seconds = {name: [] for name in made}
-    wrong = dict.fromkeys(made, 0)
-    for turn in range(rounds + 1):  # the first compiles, and its time does not count
-        given = values(np.concatenate([mesh.owned, mesh.ghosts]), width, turn).astype(dtype)
-        expected = {steps: right(mesh, given, steps) for steps in {few[0], many[0]}}
-        given[len(mesh.owned) :] = 0
-        for name, (batch, (steps, each)) in made.items():
-            spent, result = batch(given)
-            seconds[name] += [COMM.allreduce(spent, MPI.MAX) / (steps * each)] if turn else []
-            wrong[name] += np.count_nonzero(np.asarray(result) != expected[steps])
-    return seconds, {name: COMM.allreduce(count) for name, count in wrong.items()}
+        return {"jaxmpi": ours, "petsc": by_petsc(task)}
+    return {
+        "jaxmpi": ours,
+        "C, in place": in_c(library, task, True),
+        "C, unpacked": in_c(library, task, False),
+        "jaxmpi, take": by_take(task),
+    }
 
 
-def time_of_map(rounds=5):
-    """Seconds that it takes to make one, on the slowest rank, where each owns a million vertices; all rounds."""
+def time_of_map():
+    """A contender that makes a map in which each rank owns a million vertices."""
     mesh = make_mesh(SIZE * OF_MAP)
-    seconds = []
-    for _ in range(rounds):
-        COMM.Barrier()
-        begin = time.perf_counter()
-        jaxmpi.IndexMap(mesh.owned, mesh.ghosts)
-        seconds.append(COMM.allreduce(time.perf_counter() - begin, MPI.MAX))
-    return seconds
-
-
-def ratios(seconds, peer):
-    """One for each turn, as the goals are."""
-    ours, theirs = (seconds["jaxmpi"], seconds[peer])
-    return [a / b if peer == "raw_c" else b / a for a, b in zip(ours, theirs, strict=True)]
+    return Batch(1, lambda turn: None, lambda _: jaxmpi.IndexMap(mesh.owned, mesh.ghosts))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9, help="turns of each contender (default: %(default)s)")
-    parser.add_argument("--vertices", type=int, nargs="+", default=SIZES, help="of the meshes (default: %(default)s)")
-    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="floats of a row (default: %(default)s)")
-    parser.add_argument("--no-map", action="store_true", help="do not time how a map is made")
     parser.add_argument("--petsc", action="store_true", help="compare with PETSc alone, in float64")
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", options.petsc)
     library, dtype = (None, np.dtype(np.float64)) if options.petsc else (load_c(), np.dtype(np.float32))
-    found = {}
-    for vertices in options.vertices:
+    groups = {}
+    for vertices in SIZES:
         mesh = make_mesh(vertices)
-        for width in options.widths:
-            found[vertices, width] = measure(library, mesh, width, options.rounds, dtype)
-    made = [] if options.no_map else time_of_map()
-    if RANK > 0:
-        return
-    for (vertices, width), (seconds, _) in found.items():
-        if library is not None:
-            seconds["raw_c"] = min((seconds["C, in place"], seconds["C, unpacked"]), key=statistics.median)
-        for peer, goal in GOALS.items():
-            if peer not in seconds:
+        for width in WIDTHS:
+            samples = take_turns(contenders(library, mesh, width, dtype), options.rounds)
+            groups[f"{vertices} vertices, {width} floats each, on {SIZE} ranks"] = samples
+            case = f"{vertices}_x_{width}_{SIZE}_ranks"
+            if options.petsc:
+                figure(f"petsc_vs_index_exchange_{case}", ratio(samples, "petsc", "jaxmpi"))
                 continue
-            value = statistics.median(ratios(seconds, peer))
-            name = "index_exchange_vs_raw_c" if peer == "raw_c" else f"{peer}_vs_index_exchange"
-            name = name.replace("take", "take_alltoallv")
-            print(f"{name}_{vertices}_x_{width}_{SIZE}_ranks: {value:.4g}" + (f"  (goal {goal})" if goal else ""))
-    if made:
-        print(f"index_map_of_a_million_s_{SIZE}_ranks: {statistics.median(made):.3g}  (goal <= 1)")
-    total = sum(sum(wrong.values()) for _, wrong in found.values())
-    print(f"index_exchange_wrong_elements_{SIZE}_ranks: {total}  (goal 0)")
-    for (vertices, width), (seconds, wrong) in found.items():
-        print(f"\n{vertices} vertices, {width} floats each, on {SIZE} ranks, us per exchange, median and quartiles:")
-        for who in wrong:
-            low, middle, high = (f"{1e6 * value:.4g}" for value in statistics.quantiles(seconds[who], n=4))
-            print(f"  {who:12} {middle:>8}  ({low} - {high})  wrong: {wrong[who]}")
-    if total:
-        sys.exit(1)
+            c = min(("C, in place", "C, unpacked"), key=lambda name: samples[name].median)
+            figure(f"index_exchange_vs_raw_c_{case}", ratio(samples, "jaxmpi", c), "<= 1.2")
+            figure(f"take_alltoallv_vs_index_exchange_{case}", ratio(samples, "jaxmpi, take", "jaxmpi"), ">= 1.5")
+    made = take_turns({"map": time_of_map()}, 5)["map"]
+    figure(f"index_map_of_a_million_s_{SIZE}_ranks", made.median, "<= 1")
+    conclude(f"index_exchange_wrong_elements_{SIZE}_ranks", groups)
 
 
 if __name__ == "__main__":

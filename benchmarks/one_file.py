@@ -26,8 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import write
-from scale import BASE, timed
+from jobs import run
+from scale import BASE
 
 PROGRAM = "import jaxmpi" + BASE
 
@@ -60,7 +60,7 @@ def start(contender, environment, image, ranks, log=os.devnull):
             served = stack.enter_context(mounted(folder / "served", *bindfs, image.parent, log=log))
             environment = stack.enter_context(mounted(folder / "environment", *by[contender], served / image.name))
         program = PROGRAM + "import sys; print(sys.prefix)"
-        seconds, said = timed(["jaxmpi.run", "-n", str(ranks), "-c", program], environment / "bin" / "python")
+        seconds, said = run("jaxmpi.run", "-n", ranks, "-c", program, python=environment / "bin" / "python")
         if said.splitlines() != [str(environment)] * ranks:
             raise RuntimeError(f"the ranks have started from elsewhere than {environment}")
     return seconds
@@ -72,7 +72,6 @@ def main():
     parser.add_argument("--counted", type=int, default=4, metavar="RANKS")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--environment", type=Path, default=Path(sys.prefix), help="whole: no editable install")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     needed = ("bindfs", "mksquashfs", "squashfuse", "umount")
     if os.geteuid() or not all(map(shutil.which, needed)):
@@ -96,7 +95,6 @@ def main():
     for contender in contenders:
         median, asked = statistics.median(seconds[contender]), requests.get(contender, 0)
         print(f"{contender:14} {options.ranks} ranks: {median:6.1f} s, {options.counted} ranks: {asked} requests")
-    write(options.output, {"one_file": [{"ranks": options.ranks, "seconds": seconds, "requests": requests}]})
 
 
 if __name__ == "__main__":

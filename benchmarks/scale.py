@@ -1,4 +1,4 @@
-"""What a job costs as it has more ranks: `python benchmarks/scale.py --ranks 2 4 8 16 32 64 --output scale.json`.
+"""What a job costs as it has more ranks: `python benchmarks/scale.py --ranks 2 4 8 16 32 64`.
 
 Starts jobs of so many ranks on this machine, more than it has cores, one after the other. Each goes through the same
 steps, in which a rank has the same amount of work whatever their number. Of each step it prints, per rank:
@@ -21,13 +21,11 @@ import ctypes
 import importlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from report import write
+from jobs import result, run
 
 RANKS = (2, 4, 8, 16, 32, 64)
 REPEATED = 200
@@ -185,51 +183,34 @@ MPI.COMM_WORLD.Barrier()
 """
 
 
-def timed(arguments, python=sys.executable, **environment):
-    """Seconds from the start of a job to its end, and what it has printed."""
-    begin = time.perf_counter()
-    said = subprocess.run(
-        [python, "-m", *arguments], stdout=subprocess.PIPE, text=True, timeout=900, check=True,
-        env=os.environ | environment,
-    ).stdout  # fmt: skip
-    return time.perf_counter() - begin, said
-
-
-def measure(ranks, folder, brief):
-    run = ["jaxmpi.run", "-n", str(ranks)]
+def measure(ranks, folder):
+    job = ["jaxmpi.run", "-n", ranks]
     count = {"OMPI_MCA_pml_monitoring_enable": "1"}
 
     def steps(**environment):
-        seconds, said = timed([*run, __file__, "--job", "steps", "--folder", f"{folder}/state"], **count, **environment)
-        return {"seconds": seconds, **json.loads(said.splitlines()[-1])}
+        seconds, said = run(*job, __file__, "--job", "steps", "--folder", f"{folder}/state", **count, **environment)
+        return {"seconds": seconds, **result(said)}
 
     record = {"ranks": ranks, **steps()}
-    record["alone"], _ = timed([*run, "-c", BASE])
-    if brief:
-        return record
+    record["alone"], _ = run(*job, "-c", BASE)
     record["checked"], record["traced"] = steps(JAXMPI_CHECK="1"), steps(JAXMPI_TRACE=f"{folder}/trace")
-    record["merge"], _ = timed(["jaxmpi.trace", f"{folder}/trace"])
-    record["empty"], _ = timed([*run, "-c", "import jaxmpi" + BASE])
-    record["sharded"] = json.loads(
-        timed([*run, "--collectives", "mpi", __file__, "--job", "sharded"])[1].splitlines()[-1]
-    )
+    record["merge"], _ = run("jaxmpi.trace", f"{folder}/trace")
+    record["empty"], _ = run(*job, "-c", "import jaxmpi" + BASE)
+    record["sharded"] = result(run(*job, "--collectives", "mpi", __file__, "--job", "sharded")[1])
     return record
 
 
 def show(record):
     print(f"\n{record['ranks']} ranks{'us':>50} {'messages':>10} {'peers':>6} {'bytes':>10} {'KiB':>8}")
-    for kind, of in (("", record), ("checked: ", record.get("checked", {"steps": {}}))):
+    for kind, of in (("", record), ("checked: ", record["checked"])):
         for name, (us, messages, peers, size, grown) in of["steps"].items():
             if not kind or name.startswith(("allreduce", "exchange")):
                 print(f"{kind + name:42} {us:14.5g} {messages:10.4g} {peers:6.0f} {size:10.5g} {grown:8.0f}")
     print(f"memory of a rank at the end: {record['memory'] / 1024:.0f} MiB")
     for what in ("seconds", "alone", "empty", "merge"):
-        if what in record:
-            print(f"{what}: {record[what]:.3g} s")
-    if "traced" in record:
-        print(f"traced: {record['traced']['seconds']:.3g} s")
-        print("sharded:", ", ".join(f"{name} {value:.4g}" for name, value in record["sharded"].items()))
-    sys.stdout.flush()
+        print(f"{what}: {record[what]:.3g} s")
+    print(f"traced: {record['traced']['seconds']:.3g} s")
+    print("sharded:", ", ".join(f"{name} {value:.4g}" for name, value in record["sharded"].items()), flush=True)
 
 
 def main():
@@ -237,18 +218,13 @@ def main():
     parser.add_argument("--job", choices=("steps", "sharded"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="of the jobs (default: %(default)s)")
-    parser.add_argument("--brief", action="store_true", help="the steps alone, and how long JAX and mpi4py take")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.job:
         sharded() if options.job == "sharded" else job(options.folder)
         return
-    records = []
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            records.append(measure(ranks, folder, options.brief))
-        show(records[-1])
-    write(options.output, {"scale": records})
+            show(measure(ranks, folder))
 
 
 if __name__ == "__main__":

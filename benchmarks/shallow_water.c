@@ -1,11 +1,6 @@
 // The model of shallow_water.py in plain C and MPI: what the machine can do.
 //
-//   mpicc -O3 -march=native -DSHALLOW_WATER_MAIN benchmarks/shallow_water.c -o shallow_water -lm
-//   mpiexec -n 2 ./shallow_water 10 [fields.f32]
-//
-// runs 10 model days, prints the time and writes h, u and v of the whole sea (float32, shape 3 x 180 x 360). As a
-// shared library (-shared -fPIC) it has one function, shallow_water_solve, for processes in which MPI is initialized
-// already.
+// It is a shared library with one function, shallow_water_solve, for processes in which MPI is initialized already.
 //
 // A step is one sweep over the rows: fluxes, tendencies, new fields and friction of a row follow each other while the
 // rows that they need are in the cache, and the fields are overwritten in place. As in shallow_water.py, ranks exchange
@@ -326,41 +321,3 @@ double shallow_water_solve(int blocks, int block_steps, float *fields) {
   MPI_Comm_free(&sea.comm);
   return seconds;
 }
-
-#ifdef SHALLOW_WATER_MAIN
-int main(int argc, char **argv) {
-  enum { BLOCK = 100 };
-  MPI_Init(&argc, &argv);
-  int size, rank, blocks = 0;
-  MPI_Comm_size(MPI_COMM_WORLD, &size);
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  const double days = argc > 1 ? atof(argv[1]) : 10.0, dt = 0.125 * DX / sqrt(GRAVITY * DEPTH);
-  for (double t = dt; t < days * 86400.0; t += dt * BLOCK) {
-    blocks++;
-  }
-  const int parts_x = size < 2 ? 1 : size / 2, ny = size < 2 ? NY : NY / 2, nx = NX / parts_x, cells = 3 * ny * nx;
-  float *fields = allocate((size_t)cells * sizeof(float)),
-        *all = allocate((size_t)size * (size_t)cells * sizeof(float));
-  const double seconds = shallow_water_solve(blocks, BLOCK, fields);
-  MPI_Gather(fields, cells, MPI_FLOAT, all, cells, MPI_FLOAT, 0, MPI_COMM_WORLD);
-  int failed = 0;
-  if (rank == 0) {
-    printf("Solution took %.2f s\n", seconds);
-    FILE *file = argc > 2 ? fopen(argv[2], "wb") : NULL;
-    for (int n = 0; file && n < 3; n++) {
-      for (int j = 0; j < NY; j++) {
-        for (int i = 0; i < NX; i += nx) {
-          const int part = j / ny * parts_x + i / nx;
-          fwrite(all + (size_t)part * (size_t)cells + ((size_t)n * (size_t)ny + (size_t)(j % ny)) * (size_t)nx,
-                 sizeof(float), (size_t)nx, file);
-        }
-      }
-    }
-    failed = argc > 2 && (!file || fclose(file));
-  }
-  free(fields);
-  free(all);
-  MPI_Finalize();
-  return failed;
-}
-#endif

@@ -1,14 +1,8 @@
 """A shallow-water model on 1, 2 or 4 ranks against the example of mpi4jax and a C program: time and results.
 
-    python -m jaxmpi.run -n 2 benchmarks/shallow_water.py --days 10
+    python -m jaxmpi.run -n 2 benchmarks/shallow_water.py --days 1 --peer .../examples/shallow_water.py
 
-prints `Solution took 12.34 s`, compilation left out. With
-
-    mpicc -O3 -march=native -shared -fPIC benchmarks/shallow_water.c -o libshallow_water.so -lm
-    python -m jaxmpi.run -n 2 benchmarks/shallow_water.py --days 1 --peer .../examples/shallow_water.py \
-        --c ./libshallow_water.so
-
-the three take turns in the same processes; medians, ratios and the largest differences of the results are printed.
+The three take turns in the same processes. Ratios, times and the largest differences of the results are printed.
 
 The model is the one of mpi4jax's example: the same equations, sea, initial state and number of steps, and the state is
 kept after every 100 of them. (The example exchanges before friction, so that the velocities in its halos lack a step's
@@ -28,7 +22,6 @@ import ctypes
 import functools
 import io
 import runpy
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -40,9 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from mpi4py import MPI
-from report import write
+from peers import MISSING, compile_c, load
 
 import jaxmpi
+from jaxmpi._bench.report import digits, figure, say
+from jaxmpi._bench.timing import COMM, ratio, take_turns
 
 NX, NY = 360, 180  # cells of the sea
 DX = 5e3  # edge of a cell [m]
@@ -317,9 +312,9 @@ def load_peer(path: Path) -> Callable[[float], Result]:
     return peer
 
 
-def load_c(path: Path) -> Callable[[float], Result]:
-    """The C program, built as a shared library with the MPI of mpi4py, as a contender."""
-    function = ctypes.CDLL(str(path.resolve())).shallow_water_solve
+def load_c() -> Callable[[float], Result]:
+    """The C program as a contender."""
+    function = compile_c("shallow_water.c").shallow_water_solve
     function.restype = ctypes.c_double
     function.argtypes = [ctypes.c_int, ctypes.c_int, np.ctypeslib.ndpointer(np.float32, flags="C")]
 
@@ -330,65 +325,35 @@ def load_c(path: Path) -> Callable[[float], Result]:
     return program
 
 
-# The programme.
-
-
-def whole_sea(part: np.ndarray, grid: jaxmpi.Grid) -> np.ndarray:
-    """h, u and v of all ranks, shape (3, NY, NX), on rank 0."""
-    return np.asarray(grid.gather(part))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--days", type=float, default=10.0, help="model days (default: %(default)s)")
     parser.add_argument("--peer", type=Path, metavar="PATH", help="mpi4jax's examples/shallow_water.py")
-    parser.add_argument("--c", type=Path, metavar="LIBRARY", help="shallow_water.c as a shared library")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="print the ratios alone, as quick.py does")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all times, for report.py")
-    parser.add_argument("--save", type=Path, metavar="FILE.npz", help="write the final h, u and v")
     options = parser.parse_args()
-
-    contenders = {"jaxmpi": ours}
+    contenders = {"jaxmpi": ours, "C": load("C", load_c)}
     if options.peer:
-        contenders["mpi4jax"] = load_peer(options.peer)
-    if options.c:
-        contenders["C"] = load_c(options.c)
-    alone = len(contenders) == 1
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+        contenders["mpi4jax"] = load("mpi4jax", lambda: load_peer(options.peer))
+    steps, grid = count_blocks(options.days) * BLOCK, make_model()[0]
     seas = {}
-    grid = make_model()[0]
-    for _ in range(1 if alone else options.rounds):
-        for name, contender in contenders.items():
-            seconds, fields = contender(options.days)
-            times[name].append(seconds)
-            seas[name] = whole_sea(fields, grid)
-    if grid.comm.rank != 0:
-        return
 
-    steps = count_blocks(options.days) * BLOCK
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    if options.quick:
-        for name, goal in (("mpi4jax", ">= 3"), ("C", ">= 0.8")):
-            ratio = f"{medians[name] / medians['jaxmpi']:.4g}" if name in medians else "-"
-            print(f"shallow_water_{grid.comm.size}_ranks_vs_{name.lower()}: {ratio}  (goal {goal})")
-    elif alone:
-        print(f"Solution took {medians['jaxmpi']:.2f} s")
-    else:
-        print(f"{grid.comm.size} ranks, {steps} steps, medians of {options.rounds} rounds")
-        print(f"{'':8} {'seconds':>8} {'us/step':>8} {'/ jaxmpi':>8}   largest difference of h [m], u, v [m/s]")
-        for name, median in medians.items():
-            differences = np.abs(seas[name] - seas["jaxmpi"]).max(axis=(1, 2))
-            listed = " ".join(f"{d:9.2e}" for d in differences)
-            ratio = median / medians["jaxmpi"]
-            print(f"{name:8} {median:8.3f} {median / steps * 1e6:8.1f} {ratio:8.2f}   {listed}", flush=True)
-    records = [
-        {"ranks": grid.comm.size, "steps": steps, "contender": name, "seconds": values, "jaxmpi": times["jaxmpi"]}
-        for name, values in times.items()
-    ]
-    write(options.output, {"shallow water": records})
-    if options.save:
-        np.savez(options.save, **dict(zip("huv", seas["jaxmpi"], strict=True)))
+    def per_step(name: str) -> Callable[[int], tuple[float, int]]:
+        def contender(_: int) -> tuple[float, int]:
+            seconds, fields = contenders[name](options.days)
+            seas[name] = np.asarray(grid.gather(fields))  # on rank 0 h, u and v of all ranks, shape (3, NY, NX)
+            return seconds / steps, 0
+
+        return contender
+
+    samples = take_turns({name: per_step(name) for name, there in contenders.items() if there}, options.rounds)
+    for name, goal in (("mpi4jax", ">= 3"), ("C", ">= 0.8")):
+        figure(f"shallow_water_{COMM.size}_ranks_vs_{name.lower()}", ratio(samples, name, "jaxmpi"), goal)
+    for name, why in MISSING.items():
+        say(f"{name} is missing: {why}")
+    for name, sea in seas.items() if COMM.rank == 0 else ():
+        say(f"{name}: {digits(1e6 * samples[name].median)} us per step, of {steps} steps")
+        largest = np.abs(sea - seas["jaxmpi"]).max(axis=(1, 2))
+        say(f"  largest difference from jaxmpi in h [m], u and v [m/s]: {' '.join(map(digits, largest))}")
 
 
 if __name__ == "__main__":

@@ -2,43 +2,43 @@
 
 A process has one of the two, so each is measured in jobs of its own, on two processes; short jobs take turns. Gloo has
 threads of its own and runs unbound, as in `make bench-quick`. Prints lines `name: value` as quick.py does; a ratio is
-the median of the rounds' ratios, each of two jobs one right after the other.
+the median of the ratios of each turn of two jobs, one right after the other.
 
 In a job a step is the sum over both processes of an array each, by `psum` in `shard_map`, and then a multiplication by
 a number that differs from process to process: so data is not zero, changes with every call, and would be wrong if it
 had not moved. A step by `jaxmpi.allreduce` under `jaxmpi.jit` is measured beside it. The kinds of call:
 
   jit    a compiled call per step, which works on the result of the call before and is waited for
-  loop   100 steps in a `lax.fori_loop` inside one compiled call
+  loop   some steps in a `lax.fori_loop` inside one compiled call
 
 What a batch of calls has made of its data is compared with NumPy's, every element, bit by bit, when the clock has
-stopped. One job alone prints its medians as JSON, in seconds per step:
+stopped. One job alone prints seconds per step as JSON:
 
     python -m jaxmpi.run -n 2 --collectives mpi benchmarks/sharded.py --job
 """
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
+
+import jobs
+import numpy as np
+from loops import repeated
+
+from jaxmpi._bench.data import count_wrong
+from jaxmpi._bench.report import conclude, figure
+from jaxmpi._bench.timing import Batch, ratio, take_turns
 
 SIZES = {"4B": 4, "1KiB": 1 << 10, "1MiB": 1 << 20, "16MiB": 16 << 20}
-CALLS = {"4B": 100, "1KiB": 100, "1MiB": 10, "16MiB": 2}
-LOOP = 100
+CASES = {  # size, kind of call: calls in a batch, and steps in a call
+    ("4B", "jit"): (100, 1),
+    ("1KiB", "jit"): (100, 1),
+    ("1MiB", "jit"): (10, 1),
+    ("16MiB", "jit"): (2, 1),
+    ("4B", "loop"): (3, 100),
+    ("1MiB", "loop"): (1, 10),
+}
 GOALS = {"4B": ">= 40", "loop_4B": ">= 80", "1KiB": ">= 15", "1MiB": ">= 1.5", "16MiB": ">= 2"}
 FACTORS = (0.4, 0.599)  # after a sum; together a little less than one
-WRONG = "wrong_elements"
-UNBOUND = {
-    "PJRT_NPROC": str(len(os.sched_getaffinity(0))),
-    "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true",
-}
-"""With these each process may use all cores."""
 
 
 # --- a job ---------------------------------------------------------------------------------------------------------
@@ -46,15 +46,11 @@ UNBOUND = {
 
 def initial(process: int, count: int, turn: int):
     """What a process starts from: another in every turn, of values in which neighbours and processes differ."""
-    import numpy as np
-
     return np.float32((1 + turn) * (1 + np.arange(count) * 40503 % 65521 / 65521) * (1 + process / 2))
 
 
 def after(process: int, count: int, turn: int, steps: int):
     """What these steps must make of it. Two numbers have one sum, whatever the order."""
-    import numpy as np
-
     both = [initial(other, count, turn) for other in range(2)]
     for _ in range(steps):
         total = both[0] + both[1]
@@ -62,10 +58,9 @@ def after(process: int, count: int, turn: int, steps: int):
     return both[process]
 
 
-def run_job(batches: int) -> None:
+def contenders():
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     if jax.process_count() != 2:
@@ -74,113 +69,74 @@ def run_job(batches: int) -> None:
 
     import jaxmpi
 
-    own, world = jax.process_index(), MPI.COMM_WORLD
+    own = jax.process_index()
     mesh = jax.make_mesh((2,), ("processes",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("processes")
     sharding = NamedSharding(mesh, spec)
     factor = np.float32(FACTORS[own : own + 1])
 
-    def psum(x: jax.Array, factor: jax.Array) -> jax.Array:
+    def psum(x, factor):
         return jax.lax.psum(x, "processes") * factor
 
-    def allreduce(x: jax.Array, factor: jax.Array) -> jax.Array:
+    def allreduce(x, factor):
         return jaxmpi.allreduce(x, MPI.SUM) * factor
 
-    def repeated(step: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda x, factor: jax.lax.fori_loop(0, LOOP, lambda _, y: step(y, factor), x)
-
-    def sharded(step: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))
-
-    def on_mesh(x: np.ndarray) -> jax.Array:
+    def on_mesh(x):
         return jax.make_array_from_process_local_data(sharding, x)
 
-    measures = []  # name, size, steps in a call, calls in a batch, step, where its data is put
-    for size, calls in CALLS.items():
-        measures += [
-            (f"psum_jit_{size}", size, 1, calls, sharded(psum), on_mesh),
-            (f"allreduce_jit_{size}", size, 1, calls, jaxmpi.jit(allreduce), jnp.asarray),
-        ]
-    measures += [
-        ("psum_loop_4B", "4B", LOOP, 3, sharded(repeated(psum)), on_mesh),
-        ("allreduce_loop_4B", "4B", LOOP, 3, jaxmpi.jit(repeated(allreduce)), jnp.asarray),
-    ]
-    seconds: dict[str, list[float]] = {name: [] for name, *_ in measures}
-    wrong = 0
-    for turn in range(batches + 1):  # the first compiles, and its time does not count
-        for name, size, steps, calls, step, put in measures:
-            count = SIZES[size] // 4
-            x, scale = jax.block_until_ready((put(initial(own, count, turn)), put(factor)))
-            world.Barrier()
-            begin = time.perf_counter()
+    def batch(size, calls, steps, step, put):
+        count = SIZES[size] // 4
+
+        def run(given):
+            x, factor = given
             for _ in range(calls):
-                x = jax.block_until_ready(step(x, scale))
-            spent = time.perf_counter() - begin
-            seconds[name] += [world.allreduce(spent, MPI.MAX) / (calls * steps)] if turn else []
+                x = jax.block_until_ready(step(x, factor))
+            return x
+
+        def wrong(turn, x):
             right = after(own, count, turn, calls * steps)
-            wrong += int(np.count_nonzero(np.asarray(x.addressable_data(0)) != right)) + (not right.all())
-    wrong = world.allreduce(wrong)
-    if own == 0:
-        print(json.dumps({name: statistics.median(times) for name, times in seconds.items()} | {WRONG: wrong}))
+            return count_wrong(x.addressable_data(0), right) + int(not right.all())
+
+        return Batch(calls * steps, lambda turn: (put(initial(own, count, turn)), put(factor)), run, wrong)
+
+    made = {}
+    for (size, kind), (calls, steps) in CASES.items():
+        for name, step, put in (("psum", psum, on_mesh), ("allreduce", allreduce, jnp.asarray)):
+
+            def call(x, factor, step=step, steps=steps):
+                return step(x, factor) if steps == 1 else repeated(lambda y: step(y, factor), steps)(x)
+
+            if name == "psum":
+                compiled = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec))
+            else:
+                compiled = jaxmpi.jit(call)
+            made[f"{name} {kind} {size}"] = batch(size, calls, steps, compiled, put)
+    return made
 
 
-# --- jobs that take turns ------------------------------------------------------------------------------------------
-
-
-def start_job(kind: str, batches: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "jaxmpi.run", "-n", "2", "--collectives", kind]
-    environment = dict(os.environ)
-    if kind == "gloo":
-        command += ["--mpiexec-args=--bind-to none"]
-        environment.update(UNBOUND)
-    command += [__file__, "--job", "--batches", str(batches)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))  # gloo prints, too
-
-
-def report(name: str, value: float, goal: str = "") -> None:
-    print(f"{name}: {value:.4g}" + (f"  (goal {goal})" if goal else ""), flush=True)
-
-
-def compare(rounds: int, batches: int) -> None:
-    jobs: list[dict[str, dict[str, Any]]] = []
-    for turn in range(rounds):
-        kinds = ("mpi", "gloo") if turn % 2 else ("gloo", "mpi")
-        jobs.append({kind: start_job(kind, batches) for kind in kinds})
-
-    def ratio(of: tuple[str, str], to: tuple[str, str]) -> float:
-        return statistics.median(job[of[0]][of[1]] / job[to[0]][to[1]] for job in jobs)
-
-    calls = {"4B": "jit_4B", "loop_4B": "loop_4B", **{size: f"jit_{size}" for size in SIZES}}
-    for name, call in calls.items():
-        value = ratio(("gloo", f"psum_{call}"), ("mpi", f"psum_{call}"))
-        report(f"sharded_psum_gloo_vs_mpi_{name}", value, GOALS[name])
-    for name, call in calls.items():
-        report(f"sharded_psum_mpi_vs_allreduce_{name}", ratio(("mpi", f"psum_{call}"), ("mpi", f"allreduce_{call}")))
-    wrong = sum(figures[WRONG] for job in jobs for figures in job.values())
-    report("sharded_wrong_elements", wrong, "0")
-    print("\nus per step, median of all jobs, and the least and most of one:")
-    for call in calls.values():
-        for what, kind in (("psum", "gloo"), ("psum", "mpi"), ("allreduce", "mpi")):
-            times = sorted(1e6 * job[kind][f"{what}_{call}"] for job in jobs)
-            middle = statistics.median(times)
-            print(f"  {call:10} {what:9} {kind:5} {middle:>9.4g}  ({times[0]:.4g} - {times[-1]:.4g})")
-    if wrong:
-        sys.exit(1)
-
-
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--job", action="store_true", help="measure in this job, which has two processes")
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=7, help="batches in a job (default: %(default)s)")
     options = parser.parse_args()
     if options.job:
-        run_job(options.batches)
-    else:
-        compare(options.rounds, options.batches)
+        jobs.tell(take_turns(contenders(), options.batches))
+        return
+    kinds = {kind: jobs.sharded(kind, __file__, "--batches", options.batches) for kind in ("gloo", "mpi")}
+    samples = jobs.take_turns(kinds, options.rounds)
+    for size, kind in CASES:
+        name, call = size if kind == "jit" else f"loop_{size}", f"{kind} {size}"
+        psum, by_gloo, ours = (("mpi", f"psum {call}"), ("gloo", f"psum {call}"), ("mpi", f"allreduce {call}"))
+        figure(f"sharded_psum_gloo_vs_mpi_{name}", ratio(samples, by_gloo, psum), GOALS.get(name, ""))
+        figure(f"sharded_psum_mpi_vs_allreduce_{name}", ratio(samples, psum, ours))
+        if kind == "loop":
+            figure(f"psum_gloo_vs_ours_{size}", ratio(samples, by_gloo, ours), {"4B": ">= 50", "1MiB": ">= 2"}[size])
+    shown = {}
+    for (kind, name), sample in samples.items():
+        ours = kind == "mpi" or name.startswith("allreduce")
+        shown[f"{'jaxmpi, ' if ours else ''}{name}, job over {kind}"] = sample
+    conclude("sharded_wrong_elements", {"sums over two processes": shown})
 
 
 if __name__ == "__main__":

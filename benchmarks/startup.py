@@ -1,6 +1,6 @@
 """What comes before and beside the calls: import, the first call, memory. Part of `make bench`.
 
-    python benchmarks/startup.py --output startup.json
+    python benchmarks/startup.py
 
 Starts jobs of 2 ranks in turn, each measuring one package in fresh processes: jaxmpi, mpi4jax, and mpi4py alone, which
 is what both need beside JAX. The slowest or largest rank counts. Memory is the proportional set size: what is the
@@ -13,20 +13,19 @@ import importlib.util
 import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 
+import jobs
 import scale
-from report import write
+
+from jaxmpi._bench.report import figure
 
 PACKAGES = ("mpi4py", "jaxmpi", "mpi4jax")
 EAGER_CALLS = 200
 
 
 def job(package):
-    """Measures on every rank, rank 0 prints."""
+    """Measure on every rank. Rank 0 prints."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -82,24 +81,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", choices=PACKAGES, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.job:
         job(options.job)
         return
-    records = []
+    found = {}
     for _ in range(options.rounds):
         for package in PACKAGES:
             if importlib.util.find_spec(package) is None:
                 continue
-            command = [sys.executable, "-m", "jaxmpi.run", "-n", "2", __file__, "--job", package]
-            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
-            records.append({"contender": package, **json.loads(said.splitlines()[-1])})
-    for package in dict.fromkeys(record["contender"] for record in records):
-        own = [record for record in records if record["contender"] == package]
-        for figure in list(own[0])[1:]:
-            print(f"{package}, {figure}: {statistics.median(record[figure] for record in own):.4g}")
-    write(options.output, {"startup": records})
+            for name, value in jobs.result(jobs.run("jaxmpi.run", "-n", 2, __file__, "--job", package)[1]).items():
+                found.setdefault(f"{package}, {name}", []).append(value)
+    for name, values in found.items():
+        figure(name, statistics.median(values))
 
 
 if __name__ == "__main__":

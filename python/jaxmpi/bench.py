@@ -5,7 +5,6 @@ these use are accepted. Each run also compares the data with NumPy's result. Ran
 `--list` explains the sizes. The exit code is 1 if an element was wrong, 2 for wrong arguments, and 130 after Ctrl-C.
 """
 
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,36 +12,24 @@ from typing import Any
 
 import jax
 import numpy as np
-from mpi4py import MPI
 from mpi4py.run import set_abort_status
 
-from jaxmpi._bench import options, report, timing
-from jaxmpi._mpi import library
-from jaxmpi_launch import versions
-
-COMM = MPI.COMM_WORLD
-
-
-def _print(text: str) -> None:
-    if COMM.rank == 0:
-        print(text, flush=True)
+from jaxmpi._bench import options, programs, report
+from jaxmpi._bench.operations import OPERATIONS, Operation
+from jaxmpi._bench.report import say
+from jaxmpi._bench.timing import COMM
 
 
-def _header(choices: Any, plan: timing.Plan) -> dict[str, Any]:
+def _header(choices: Any, plan: programs.Plan) -> dict[str, Any]:
     """Return where and how the operations are measured."""
-    nobody = timing.to_nobody(np.dtype(choices.dtype), plan)
+    device = jax.local_devices()[0]
     return {
-        "ranks": COMM.size,
-        "hosts": list(dict.fromkeys(COMM.allgather(MPI.Get_processor_name()))),
-        "mpi": " ".join(re.split(r"[,\n]", library.LIBRARY.version)[0].split()),
-        "jaxmpi": versions.shown("jaxmpi"),
-        "jax": jax.__version__,
-        "device": choices.placed.device_kind if choices.placed.platform != "cpu" else "cpu",
+        **report.surroundings(),
+        "device": device.device_kind if device.platform != "cpu" else "cpu",
         "dtype": choices.dtype,
-        "reduction": choices.op,
         "how": plan.how,
         "rounds": plan.rounds,
-        "microseconds_of_a_message_to_nobody": 1e6 * nobody,
+        "microseconds_of_a_message_to_nobody": 1e6 * programs.to_nobody(np.dtype(choices.dtype), plan),
     }
 
 
@@ -58,35 +45,54 @@ def _show(header: dict[str, Any]) -> str:
     ranks, hosts = (f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts)
     least = report.digits(header["microseconds_of_a_message_to_nobody"])
     return (
-        f"jaxmpi {header['jaxmpi']}, JAX {header['jax']}, {header['mpi']}, {ranks} on {hosts}\n"
-        f"{header['dtype']} on {header['device']}, reductions by {header['reduction']}\n"
+        f"jaxmpi {header['jaxmpi']}, JAX {header['jax']}, {header['mpi']}, {ranks} on {hosts}, {header['device']}\n"
         f"time of one operation, {_MEANINGS[header['how']]} (a message to nobody takes {least} us):\n"
         f"least, median and most of {header['rounds']} rounds on the slowest rank; bandwidths are by the median"
     )
+
+
+def _heading(asked: str, operation: Operation, remark_on_sizes: str) -> str:
+    """Return the lines above the table of an operation."""
+    also = f" ({asked})" if asked != operation.name else ""
+    remark = operation.names.get(asked, "")
+    lines = [f"{operation.name}{also}{f': bytes of {operation.size}' if operation.size else ''}"]
+    lines += [f"{asked}: {remark}"] if remark else []
+    lines += [remark_on_sizes] if remark_on_sizes else []
+    return "\n".join([*lines, report.titles()])
+
+
+def _listed() -> str:
+    """Return the list of all operations, with the meaning of the sizes and other names."""
+    rows = []
+    for operation in OPERATIONS.values():
+        rows.append(f"{operation.name:20} {', '.join(operation.names)}".rstrip())
+        if operation.size:
+            rows.append(f"{'':4}bytes of {operation.size}")
+        rows += [f"{'':4}{name}: {remark}" for name, remark in operation.names.items() if remark]
+    return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the arguments ask for. All ranks call it with the same arguments. Return the exit code, or exit."""
     choices = options.parse(arguments)
     if choices.list:
-        _print(report.listed())
+        say(_listed())
         return 0
-    plan = timing.Plan(choices.how, choices.rounds, choices.seconds, choices.iterations, choices.warmup, choices.check)
+    plan = programs.Plan(choices.how, choices.rounds, choices.seconds)
     dtype, rows = np.dtype(choices.dtype), []
-    with jax.default_device(choices.placed):
-        header = _header(choices, plan)
-        _print(_show(header))
-        for asked, operation in choices.rows:
-            cases, remark = options.cases(operation, choices)
-            _print(f"\n{report.heading(asked, operation, remark)}")
-            for case in cases:
-                row = report.row_of(timing.measure(operation, case, dtype, plan), choices.dtype, dtype.itemsize)
-                rows.append({"asked_for": asked, **row})
-                _print(report.line_of(row))
+    header = _header(choices, plan)
+    say(_show(header))
+    for asked, operation in choices.rows:
+        cases, remark = options.cases(operation, choices)
+        say(f"\n{_heading(asked, operation, remark)}")
+        for case in cases:
+            row = report.figures_of(operation, case, dtype, programs.measure(operation, case, dtype, plan))
+            rows.append({"asked_for": asked, **row})
+            say(report.line(row))
     failed = COMM.bcast(_write(choices, header, rows) if COMM.rank == 0 else None)
     wrong = sum(row["wrong"] or 0 for row in rows)
     if wrong:
-        _print(f"\njaxmpi.bench: WRONG DATA: {wrong} elements")
+        say(f"\njaxmpi.bench: WRONG DATA: {wrong} elements")
     COMM.Barrier()  # a launcher ends the job when the first rank ends with an error
     return 1 if wrong or failed else 0
 
@@ -94,15 +100,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(choices: Any, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
     """Write the files of --json and --plot. Return whether a file could not be written."""
     failed = False
-    for option, path, write in (("--json", choices.json, report.write), ("--plot", choices.plot, report.plot)):
+    title = f"{header['ranks']} ranks, {header['mpi']}, {header['device']}, {header['how']}"
+    files = (
+        ("--json", choices.json, lambda path: report.write(path, header, rows)),
+        ("--plot", choices.plot, lambda path: report.plot(path, title, rows)),
+    )
+    for option, path, write in files:
         if path is None:
             continue
         try:
-            write(path, header, rows)
-            _print(f"\nWritten: {path}")
+            write(path)
+            say(f"\nWritten: {path}")
         except OSError as error:
             failed = True
-            _print(f"\njaxmpi.bench: {option}: {path} could not be written ({error.strerror}); the figures are above")
+            say(f"\njaxmpi.bench: {option}: {path} could not be written ({error.strerror}); the figures are above")
     return failed
 
 

@@ -23,60 +23,68 @@ _BLOCK = 1 << 16
 _MOST = 1 << 16
 """The number of different integers."""
 
+_POWERS = "float8_e8m0fnu"
+"""The dtype that has only powers of two."""
+
 _GROUPS = 7
 """The number of different arrays in a reduction: ranks at this distance have the same data. So NumPy adds up this many
 arrays, however many ranks there are."""
 
 
-def _power_of_two(count: int) -> int:
-    return 1 << (count.bit_length() - 1)
+def blocks(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
 
 
-def _integers(dtype: np.dtype) -> int:
-    """Return a limit up to which all integers are exact in this dtype."""
-    if dtype == np.bool_:
-        return 1
-    if dtype.kind in "iu":
-        return int(jnp.iinfo(dtype).max)
-    info = jnp.finfo(dtype)
-    return min(2 ** (info.nmant + 1), int(float(info.max)))
+def count_wrong(found: Any, right: np.ndarray, tolerance: float = 0.0, scale: float = 1.0) -> int:
+    """Return how many elements differ from `scale` times `right`, by more than this part of the right value.
 
-
-def _exponents(dtype: np.dtype) -> int:
-    """Return a limit up to which all powers of two are exact."""
-    if dtype.kind in "iu":
-        return int(jnp.iinfo(dtype).max).bit_length() - 1
-    return int(jnp.finfo(dtype).maxexp) - 1 if dtype != np.bool_ else 0
+    An array of another shape or dtype is all wrong.
+    """
+    found = np.asarray(found)
+    if (found.shape, found.dtype) != (right.shape, right.dtype):
+        return right.size
+    found, right = found.reshape(-1), right.reshape(-1)
+    wrong = 0
+    for block in blocks(right.size):
+        expected = right[block] * right.dtype.type(scale)
+        differs = found[block] != expected
+        if tolerance and differs.any():
+            differs &= ~(np.abs(found[block] - expected) <= tolerance * np.abs(expected))
+        wrong += int(np.count_nonzero(differs))
+    return wrong
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The integers of one dtype, so small that the results of the operations are exact as well.
+    """The integers of one dtype, so small that sums of them are exact as well.
 
-    If the operation multiplies them, they are the exponents of powers of two. So they are in a dtype that has only
-    powers of two.
+    In a dtype that has only powers of two they are the exponents.
     """
 
     dtype: np.dtype
-    powers: bool
     levels: int
 
     @classmethod
-    def for_reduction(cls, dtype: np.dtype, reduction: str, ranks: int) -> "Numbers":
-        """Return numbers for operands of `ranks` ranks under a reduction. "": the operation only moves them.
+    def for_operands(cls, dtype: np.dtype, added: int) -> "Numbers":
+        """Return numbers for operands of which so many are added up. 1: the operation only moves them.
 
         Raise ValueError if they cannot differ and be exact.
         """
-        powers = reduction == "prod" or dtype.name == "float8_e8m0fnu"
-        most = _exponents(dtype) if powers else _integers(dtype)
-        if reduction in ("sum", "prod"):
-            most //= ranks
+        if dtype == np.bool_:
+            most = 1
+        elif dtype.kind in "iu":
+            most = int(jnp.iinfo(dtype).max)
+        elif dtype.name == _POWERS:
+            most = int(jnp.finfo(dtype).maxexp) - 1
+        else:
+            info = jnp.finfo(dtype)
+            most = min(2 ** (info.nmant + 1), int(float(info.max)))
+        most //= added
         if most < 1:
             raise ValueError(
-                f"the {reduction} over {ranks} ranks of numbers that differ is not exact in {dtype.name}: pass "
-                "--op max, or another --dtype"
+                f"the sum over {added} ranks of numbers that differ is not exact in {dtype.name}: pass another --dtype"
             )
-        return cls(dtype, powers, min(_MOST, _power_of_two(most + 1)))
+        return cls(dtype, min(_MOST, 1 << ((most + 1).bit_length() - 1)))
 
     def draw(self, run: int, ranks: Any, index: Any, turn: Any) -> np.ndarray:
         """Return the integers at these indices of the operands of these ranks, for elements that last changed before
@@ -92,15 +100,8 @@ class Numbers:
         return (mixed ^ (mixed >> np.uint32(13))) & np.uint32(self.levels - 1)
 
     def encode(self, integers: np.ndarray) -> np.ndarray:
-        if not self.powers:
-            return integers.astype(self.dtype)
-        if self.dtype.kind in "iu":
-            return (np.uint64(1) << integers.astype(np.uint64)).astype(self.dtype)
-        return np.ldexp(1.0, integers).astype(self.dtype)
-
-
-def _blocks(count: int) -> Iterator[np.ndarray]:
-    return (np.arange(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
+        values = np.ldexp(1.0, integers) if self.dtype.name == _POWERS else integers
+        return values.astype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,9 @@ class Oracle:
         shape = self.operation.shape(self.case)
         x = np.empty(shape, self.numbers.dtype)
         rank = self._group(self.case.rank)
-        for index in _blocks(x.size):
-            x.reshape(-1)[index[0] : index[-1] + 1] = self.numbers.encode(self.numbers.draw(run, rank, index, 0))
+        for block in blocks(x.size):
+            index = np.arange(block.start, block.stop)
+            x.reshape(-1)[block] = self.numbers.encode(self.numbers.draw(run, rank, index, 0))
         return x
 
     def _columns(self, turns: np.ndarray) -> np.ndarray:
@@ -157,22 +159,20 @@ class Oracle:
         expected = self._expected(run, self._watched(turn, math.prod(shape)), lambda _: turn)
         return int(np.count_nonzero(np.asarray(kept)[:turns] != expected))
 
-    def wrong(self, result: Any, run: int, turns: int, changed: bool = False) -> tuple[int, int]:
-        """Return how many elements of the result of the last turn are wrong, and how many were compared. Leave out the
-        element that has `changed` after that turn."""
+    def wrong(self, result: Any, run: int, turns: int, changed: bool = False) -> int:
+        """Return how many elements of the result of the last turn are wrong. Leave out the element that has `changed`
+        after that turn."""
         elements = np.asarray(result).reshape(-1)
         before = np.arange(1, turns)
         last = np.zeros(self.case.elements, np.uint32)
         last[self._columns(before)] = before  # of several turns the last one counts
         but = self._columns(np.array([turns])) if changed else np.array([], int)
         wrong = 0
-        for index in _blocks(elements.size):
-            differs = elements[index[0] : index[-1] + 1] != self._expected(run, index, self._when(last))
-            wrong += int(np.count_nonzero(differs & ~np.isin(index, but)))
-        return wrong, elements.size - but.size
-
-    def _when(self, last: np.ndarray) -> Callable[[Any], Any]:
-        return lambda index: last[index % self.case.elements]
+        for block in blocks(elements.size):
+            index = np.arange(block.start, block.stop)
+            expected = self._expected(run, index, lambda index: last[index % self.case.elements])
+            wrong += int(np.count_nonzero((elements[block] != expected) & ~np.isin(index, but)))
+        return wrong
 
     def _group(self, ranks: Any) -> Any:
         return ranks % _GROUPS if self.operation.reduces(self.case.size) else ranks
@@ -184,11 +184,7 @@ class Oracle:
         ranks, index = self.operation.origin(case, index)
         if not reduced:
             return numbers.encode(numbers.draw(run, self._group(ranks), index, when(index)))
-        drawn = {group: numbers.draw(run, group, index, when(index)) for group in reduced}
-        if case.reduction in ("sum", "prod"):
-            total = np.zeros(index.shape, np.int64)
-            for group, count in reduced.items():
-                total += count * drawn[group].astype(np.int64)
-            return numbers.encode(total)
-        choose = np.maximum if case.reduction == "max" else np.minimum
-        return numbers.encode(choose.reduce(list(drawn.values())))
+        total = np.zeros(index.shape, np.int64)
+        for group, count in reduced.items():
+            total += count * numbers.draw(run, group, index, when(index)).astype(np.int64)
+        return numbers.encode(total)

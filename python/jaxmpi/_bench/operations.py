@@ -11,7 +11,7 @@ Each row knows where the elements of a result come from, so that they can be che
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.redistribute import redistribute
 from jaxmpi._unstructured.index_map import IndexMap
 
-REDUCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
 WINDOW = 64
 """Messages that `send` sends before it waits for an answer, as osu_bw."""
 
@@ -36,11 +35,6 @@ class Case:
     rank: int
     size: int
     elements: int
-    reduction: str = "sum"
-
-    @property
-    def op(self) -> MPI.Op:
-        return REDUCTIONS[self.reduction]
 
     def others(self, distance: int) -> int:
         return (self.rank + distance) % self.size
@@ -54,20 +48,12 @@ def _own(case: Case, index: Any) -> Origin:
     return case.rank, index
 
 
-def _no_part(case: Case) -> int:
-    return 0
-
-
-def _one(size: int) -> int:
-    return 1
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda case: value
 
 
 def _all(size: int) -> int:
     return size
-
-
-def _four(size: int) -> int:
-    return 4
 
 
 def _divided(count: int, parts: int) -> int:
@@ -102,13 +88,13 @@ class Operation:
     """The place where elements of this rank's result come from, by their index."""
 
     reduced: Callable[[Case], Sequence[int]] = lambda case: ()
-    """The ranks whose operands are reduced on this one, element by element. `origin` gives the index. If this is
+    """The ranks whose operands are added up on this one, element by element. `origin` gives the index. If this is
     empty, `origin` gives the ranks, too."""
 
-    parts: Callable[[int], int] = _one
+    parts: Callable[[int], int] = lambda size: 1
     """ranks -> the number of parts of S."""
 
-    stacked: Callable[[Case], int] = _no_part
+    stacked: Callable[[Case], int] = lambda case: 0
     """The number of parts in this rank's operand, which is a stack of them. 0: it is one part, and no stack."""
 
     fit: Callable[[int, int], int] = _divided
@@ -137,7 +123,7 @@ class Operation:
     """Whether the operand is one part, of two dimensions."""
 
     def reduces(self, size: int) -> bool:
-        """Return whether operands are reduced on any of `size` ranks."""
+        """Return whether operands are added up on any of `size` ranks."""
         return any(len(self.reduced(Case(rank, size, 1))) > 0 for rank in (0, size - 1))
 
     def shape(self, case: Case) -> tuple[int, ...]:
@@ -156,10 +142,6 @@ def _only_on(root: int, value: Callable[[Case], Any], otherwise: Any) -> Callabl
 
 def _not_on(rank: int) -> Callable[[Case], bool]:
     return lambda case: case.rank != rank
-
-
-def _always(case: Case) -> bool:
-    return True
 
 
 def _ranks(case: Case) -> Sequence[int]:
@@ -196,7 +178,7 @@ def _each_one(case: Case) -> list[int]:
 
 
 def _call_exscan(case: Case, x: jax.Array) -> jax.Array:
-    y = jaxmpi.exscan(x, case.op)
+    y = jaxmpi.exscan(x, MPI.SUM)
     return y if case.rank > 0 else x
 
 
@@ -327,10 +309,6 @@ def _own_and_next(case: Case, index: Any) -> Origin:
     return (case.rank + part) % case.size, element
 
 
-def _two(size: int) -> int:
-    return 2
-
-
 def _around(case: Case, index: Any) -> Origin:
     """Return the cell of this or another block from which a cell of the block with halo comes."""
     side = _side(case)
@@ -358,10 +336,6 @@ def _part_of_halo(case: Case) -> float:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def _constant(value: float) -> Callable[[Case], float]:
-    return lambda case: value
-
-
 def _but_one(case: Case) -> float:
     """Return the factor if a rank's own part is not moved: (n - 1) / n."""
     return (case.size - 1) / case.size
@@ -378,7 +352,7 @@ OPERATIONS = {
         Operation(
             "allreduce",
             ("allreduce",),
-            lambda case, x: jaxmpi.allreduce(x, case.op),
+            lambda case, x: jaxmpi.allreduce(x, MPI.SUM),
             "the array",
             lambda case: 2 * (case.size - 1) / case.size,
             {"osu_allreduce": "", "all_reduce_perf": ""},
@@ -395,33 +369,12 @@ OPERATIONS = {
             parts=_all,
         ),
         Operation(
-            "allgatherv",
-            ("allgatherv",),
-            lambda case, x: jaxmpi.allgatherv(x[None], _each_one(case)),
-            "the result, which all ranks have a part of, here of the same length",
-            _but_one,
-            _parts_of_osu("allgatherv"),
-            origin=_stack_of_all,
-            parts=_all,
-        ),
-        Operation(
             "alltoall",
             ("alltoall",),
             lambda case, x: jaxmpi.alltoall(x),
             "the array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("alltoall", "alltoall_perf"),
-            origin=_alltoall,
-            parts=_all,
-            stacked=lambda case: case.size,
-        ),
-        Operation(
-            "alltoallv",
-            ("alltoallv",),
-            lambda case, x: jaxmpi.alltoallv(x, _each_one(case), _each_one(case)),
-            "the array, of which each rank gets a part, here of the same length",
-            _but_one,
-            _parts_of_osu("alltoallv"),
             origin=_alltoall,
             parts=_all,
             stacked=lambda case: case.size,
@@ -434,7 +387,7 @@ OPERATIONS = {
             _constant(1),
             {"osu_bcast": "", "broadcast_perf": ""},
             origin=_from_root,
-            repeats=_always,
+            repeats=_constant(True),
         ),
         Operation(
             "exscan",
@@ -458,21 +411,9 @@ OPERATIONS = {
             blind=_not_on(0),
         ),
         Operation(
-            "gatherv",
-            ("gatherv",),
-            _call_gatherv,
-            "root's result, which all ranks have a part of, here of the same length",
-            _but_one,
-            _parts_of_osu("gatherv"),
-            origin=_gathered,
-            parts=_all,
-            repeats=_not_on(0),
-            blind=_not_on(0),
-        ),
-        Operation(
             "reduce",
             ("reduce",),
-            lambda case, x: jaxmpi.reduce(x, case.op, 0),
+            lambda case, x: jaxmpi.reduce(x, MPI.SUM, 0),
             "the array",
             _constant(1),
             {"osu_reduce": "", "reduce_perf": ""},
@@ -483,7 +424,7 @@ OPERATIONS = {
         Operation(
             "reduce_scatter",
             ("reduce_scatter",),
-            lambda case, x: jaxmpi.reduce_scatter(x, case.op),
+            lambda case, x: jaxmpi.reduce_scatter(x, MPI.SUM),
             "the array, of whose reduction each rank gets a part",
             _but_one,
             {"osu_reduce_scatter": "", "reduce_scatter_perf": ""},
@@ -493,20 +434,9 @@ OPERATIONS = {
             stacked=lambda case: case.size,
         ),
         Operation(
-            "reduce_scatter_counts",
-            ("reduce_scatterv",),
-            lambda case, x: jaxmpi.reduce_scatter(x, case.op, _each_one(case))[0],
-            "the array, of whose reduction each rank gets a part, here of the same length",
-            _but_one,
-            origin=_part_of_this_rank,
-            reduced=_ranks,
-            parts=_all,
-            stacked=lambda case: case.size,
-        ),
-        Operation(
             "scan",
             ("scan",),
-            lambda case, x: jaxmpi.scan(x, case.op),
+            lambda case, x: jaxmpi.scan(x, MPI.SUM),
             "the array",
             _constant(1),
             {"osu_scan": ""},
@@ -519,17 +449,6 @@ OPERATIONS = {
             "root's array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("scatter", "scatter_perf"),
-            origin=_scattered,
-            parts=_all,
-            stacked=_only_on(0, lambda case: case.size, 0),
-        ),
-        Operation(
-            "scatterv",
-            ("scatterv",),
-            _call_scatterv,
-            "root's array, of which each rank gets a part, here of the same length",
-            _but_one,
-            _parts_of_osu("scatterv"),
             origin=_scattered,
             parts=_all,
             stacked=_only_on(0, lambda case: case.size, 0),
@@ -581,7 +500,7 @@ OPERATIONS = {
             _other_neighbors,
             _parts_of_osu("neighbor_allgather"),
             origin=_from_neighbors,
-            parts=_four,
+            parts=_constant(4),
         ),
         Operation(
             "neighbor_alltoall",
@@ -591,7 +510,7 @@ OPERATIONS = {
             _other_neighbors,
             _parts_of_osu("neighbor_alltoall"),
             origin=_between_neighbors,
-            parts=_four,
+            parts=_constant(4),
             stacked=lambda case: 4,
         ),
         Operation(
@@ -603,7 +522,7 @@ OPERATIONS = {
             origin=_around,
             fit=_square,
             changed=_first_row,
-            repeats=_always,
+            repeats=_constant(True),
             square=True,
         ),
         Operation(
@@ -623,7 +542,7 @@ OPERATIONS = {
             "a row that the rank owns and a ghost, the row of the next rank; the bus carries one of the two",
             _constant(0.5),
             origin=_own_and_next,
-            parts=_two,
+            parts=_constant(2),
             stacked=lambda case: 2,
             least=2,
         ),
@@ -636,6 +555,40 @@ OPERATIONS = {
             {"osu_barrier": ""},
             hidden=True,
         ),
+    )
+}
+
+
+def _by_counts(of: str, name: str, core_name: str, call: Callable[[Case, jax.Array], jax.Array]) -> Operation:
+    """Return the row of an operation by counts, of parts that have the same length here."""
+    row = OPERATIONS[of]
+    remark = row.names[f"osu_{of}"]
+    names = {f"osu_{name}": remark} if remark else {}
+    return replace(
+        row, name=name, uses=(core_name,), call=call, size=f"{row.size}, here of the same length", names=names
+    )
+
+
+OPERATIONS |= {
+    row.name: row
+    for row in (
+        _by_counts(
+            "allgather", "allgatherv", "allgatherv", lambda case, x: jaxmpi.allgatherv(x[None], _each_one(case))
+        ),
+        _by_counts(
+            "alltoall",
+            "alltoallv",
+            "alltoallv",
+            lambda case, x: jaxmpi.alltoallv(x, _each_one(case), _each_one(case)),
+        ),
+        _by_counts("gather", "gatherv", "gatherv", _call_gatherv),
+        _by_counts(
+            "reduce_scatter",
+            "reduce_scatter_counts",
+            "reduce_scatterv",
+            lambda case, x: jaxmpi.reduce_scatter(x, MPI.SUM, _each_one(case))[0],
+        ),
+        _by_counts("scatter", "scatterv", "scatterv", _call_scatterv),
     )
 }
 

@@ -1,52 +1,48 @@
-"""The output of the figures: a table per operation, a JSON file, a picture."""
+"""The output of all benchmarks: tables, figures with their goals, JSON files and pictures. Rank 0 alone prints."""
 
 import json
+import os
+import platform
+import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._bench.operations import OPERATIONS, Operation
-from jaxmpi._bench.timing import Point
+import numpy as np
+from mpi4py import MPI
 
-COLUMNS = (
-    ("bytes", 11),
-    ("count", 10),
-    ("dtype", 10),
-    ("min us", 10),
-    ("median us", 10),
-    ("max us", 10),
-    ("algbw GB/s", 11),
-    ("busbw GB/s", 11),
-    ("wrong", 7),
-)
+from jaxmpi._bench.operations import Case, Operation
+from jaxmpi._bench.timing import COMM, Sample
+from jaxmpi._mpi import library
+from jaxmpi_launch import versions
 
+COLUMNS = {
+    "bytes": ("bytes", 11),
+    "count": ("count", 10),
+    "dtype": ("dtype", 10),
+    "microseconds_min": ("min us", 10),
+    "microseconds_median": ("median us", 10),
+    "microseconds_max": ("max us", 10),
+    "algorithm_bandwidth_gigabytes_per_second": ("algbw GB/s", 11),
+    "bus_bandwidth_gigabytes_per_second": ("busbw GB/s", 11),
+    "wrong": ("wrong", 7),
+}
+"""The figures of a table: name -> title and width."""
 
-def row_of(point: Point, dtype: str, itemsize: int) -> dict[str, Any]:
-    """Return the figures under names that contain the units. A gigabyte is 10^9 bytes."""
-    row, case = point.operation, point.case
-    count = case.elements * row.parts(case.size) if row.size else 0
-    speed = count * itemsize / point.median / 1e9
-    microseconds = [1e6 * value for value in point.seconds]
-    return {
-        "operation": row.name,
-        "bytes": count * itemsize,
-        "count": count,
-        "dtype": dtype,
-        "iterations": point.iterations,
-        "microseconds_min": min(microseconds),
-        "microseconds_median": 1e6 * point.median,
-        "microseconds_max": max(microseconds),
-        "microseconds_by_round": microseconds,
-        "algorithm_bandwidth_gigabytes_per_second": speed if row.size else None,
-        "bus_bandwidth_gigabytes_per_second": bus_factor(point) * speed if row.size else None,
-        "wrong": point.wrong,
-        "elements_checked": point.checked,
-    }
+PANELS = {"microseconds_median": "time, us (median)", "bus_bandwidth_gigabytes_per_second": "bus bandwidth, GB/s"}
+"""What a picture shows: figure -> text of the axis."""
+
+Groups = Mapping[str, Mapping[Any, Sample]]
+"""title -> contender -> sample. A contender is a name, or several words of which the last is the name."""
+
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 
-def bus_factor(point: Point) -> float:
-    return point.operation.factor(point.case) if point.case.size > 1 else 0.0
+def say(text: str) -> None:
+    if COMM.rank == 0:
+        print(text, flush=True)
 
 
 def digits(value: float) -> str:
@@ -54,64 +50,153 @@ def digits(value: float) -> str:
     return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
-def line(cells: Sequence[Any]) -> str:
-    texts = ["-" if cell is None else digits(cell) if isinstance(cell, float) else str(cell) for cell in cells]
-    return " ".join(f"{text:>{width}}" for text, (_, width) in zip(texts, COLUMNS, strict=True))
+# --- tables by size --------------------------------------------------------------------------------------------------
 
 
-def line_of(row: Mapping[str, Any]) -> str:
-    figures = ("bytes", "count", "dtype", "microseconds_min", "microseconds_median", "microseconds_max")
-    rates = ("algorithm_bandwidth_gigabytes_per_second", "bus_bandwidth_gigabytes_per_second", "wrong")
-    return line([row[name] for name in (*figures, *rates)])
+def figures_of(operation: Operation, case: Case, dtype: np.dtype, sample: Sample) -> dict[str, Any]:
+    """Return the figures under names that contain the units. A gigabyte is 10^9 bytes."""
+    count = case.elements * operation.parts(case.size) if operation.size else 0
+    speed = count * dtype.itemsize / sample.median / 1e9
+    factor = operation.factor(case) if case.size > 1 else 0.0
+    microseconds = [1e6 * value for value in sample.seconds]
+    return {
+        "operation": operation.name,
+        "bytes": count * dtype.itemsize,
+        "count": count,
+        "dtype": dtype.name,
+        "microseconds_min": min(microseconds),
+        "microseconds_median": 1e6 * sample.median,
+        "microseconds_max": max(microseconds),
+        "microseconds_by_round": microseconds,
+        "algorithm_bandwidth_gigabytes_per_second": speed if operation.size else None,
+        "bus_bandwidth_gigabytes_per_second": factor * speed if operation.size else None,
+        "wrong": sample.wrong if operation.size else None,
+    }
 
 
-def heading(asked: str, operation: Operation, remark_on_sizes: str) -> str:
-    """Return the lines above the table of an operation."""
-    also = f" ({asked})" if asked != operation.name else ""
-    remark = operation.names.get(asked, "")
-    lines = [f"{operation.name}{also}{f': bytes of {operation.size}' if operation.size else ''}"]
-    lines += [f"{asked}: {remark}"] if remark else []
-    lines += [remark_on_sizes] if remark_on_sizes else []
-    return "\n".join([*lines, line([title for title, _ in COLUMNS])])
+def titles(columns: Mapping[str, tuple[str, int]] = COLUMNS) -> str:
+    return line({name: title for name, (title, _) in columns.items()}, columns)
 
 
-def listed() -> str:
-    """Return the list of all operations, with the meaning of the sizes and other names."""
-    rows = []
-    for operation in OPERATIONS.values():
-        rows.append(f"{operation.name:20} {', '.join(operation.names)}".rstrip())
-        if operation.size:
-            rows.append(f"{'':4}bytes of {operation.size}")
-        rows += [f"{'':4}{name}: {remark}" for name, remark in operation.names.items() if remark]
-    return "\n".join(rows)
+def line(row: Mapping[str, Any], columns: Mapping[str, tuple[str, int]] = COLUMNS) -> str:
+    cells = ((row[name], width) for name, (_, width) in columns.items())
+    texts = (("-" if it is None else digits(it) if isinstance(it, float) else str(it), width) for it, width in cells)
+    return " ".join(f"{text:>{width}}" for text, width in texts)
+
+
+# --- figures with goals ----------------------------------------------------------------------------------------------
+
+
+def figure(name: str, value: float | None, goal: str = "") -> None:
+    """Print a line `name: value`, with the goal if there is one. None: a contender is missing."""
+    say(f"{name}: {'-' if value is None else f'{value:.4g}'}" + (f"  (goal {goal})" if goal else ""))
+
+
+def conclude(name: str, groups: Groups, unit: str = "us", missing: Mapping[str, str] | None = None) -> None:
+    """Print how many elements of jaxmpi were wrong, which contenders are missing, and all times; then finish."""
+    figure(name, _wrong_of_jaxmpi(groups), "0")
+    for contender, why in (missing or {}).items():
+        say(f"{contender} is missing: {why}")
+    for title, group in groups.items():
+        say(f"\n{title}, {unit}, median (least - most), wrong elements:")
+        width = max(len(" ".join(_words(contender))) for contender in group)
+        for contender, sample in group.items():
+            times = (sample.median, min(sample.seconds), max(sample.seconds))
+            middle, least, most = (digits(UNITS[unit] * value) for value in times)
+            say(f"  {' '.join(_words(contender)):{width}} {middle:>8}  ({least} - {most})  wrong: {sample.wrong}")
+    finish(groups)
+
+
+def finish(groups: Groups) -> None:
+    """Name the contenders that were wrong. End the job with an error, on all ranks, if jaxmpi was."""
+    for title, group in groups.items():
+        for contender, sample in group.items():
+            if sample.wrong:
+                say(f"WRONG DATA: {' '.join(_words(contender))}, {title}: {sample.wrong} elements")
+    COMM.Barrier()  # a launcher ends the job when the first rank ends with an error
+    if _wrong_of_jaxmpi(groups):
+        sys.exit(1)
+
+
+def _words(contender: Any) -> tuple[str, ...]:
+    return (contender,) if isinstance(contender, str) else contender
+
+
+def _wrong_of_jaxmpi(groups: Groups) -> int:
+    samples = [(_words(contender)[-1], sample) for group in groups.values() for contender, sample in group.items()]
+    return sum(sample.wrong for name, sample in samples if name.startswith("jaxmpi"))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+def surroundings() -> dict[str, Any]:
+    """Return where this job runs, and with which versions. All ranks call it."""
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "ranks": COMM.size,
+        "hosts": list(dict.fromkeys(COMM.allgather(MPI.Get_processor_name()))),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "mpi": " ".join(re.split(r"[,\n]", library.LIBRARY.version)[0].split()),
+        "jaxmpi": versions.shown("jaxmpi"),
+        **{name: versions.installed(name) for name in ("jax", "jaxlib", "numpy", "mpi4py", "mpi4jax")},
+    }
 
 
 def write(path: Path, header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    path.write_text(json.dumps({**header, "date": date, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
 
 
-def plot(path: Path, header: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw time and bus bandwidth of each operation by size."""
+def plot(
+    path: Path,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    labels: str = "operation",
+    columns: str | None = None,
+    panels: Mapping[str, str] = PANELS,
+) -> None:
+    """Draw figures by size: a curve for each value of `labels`, and panels for each value of `columns`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name in dict.fromkeys(row["operation"] for row in rows):
-        own = [row for row in rows if row["operation"] == name]
-        if not own[0]["bytes"]:
-            left.axhline(own[0]["microseconds_median"], linestyle=":", color="gray", label=name)
-            continue
-        left.plot([row["bytes"] for row in own], [row["microseconds_median"] for row in own], ".-", label=name)
-        rates = [row["bus_bandwidth_gigabytes_per_second"] for row in own]
-        if any(rates):
-            right.plot([row["bytes"] for row in own], rates, ".-", color=left.lines[-1].get_color())
-    left.set(xlabel="bytes", ylabel="time, us (median)")
-    right.set(xlabel="bytes", ylabel="bus bandwidth, GB/s")
-    for axes in (left, right):
-        axes.grid(True, alpha=0.3)
-        if axes.lines:
+    rows = [row for row in rows if row["bytes"]]
+    headings = list(dict.fromkeys(row[columns] if columns else "" for row in rows)) or [""]
+    picture = Figure(figsize=(3 + 3.2 * len(headings), 3.2 * len(panels)), layout="constrained")
+    grid = picture.subplots(len(panels), len(headings), sharex=True, sharey="row", squeeze=False)
+    curves: dict[str, Any] = {}
+    for across, heading in enumerate(headings):
+        of_column = [row for row in rows if not columns or row[columns] == heading]
+        for axes, name in zip(grid[:, across], panels, strict=True):
+            curves |= _draw(axes, name, labels, of_column, curves)
+            axes.grid(True, alpha=0.3)
             axes.set(xscale="log", yscale="log")
-    figure.suptitle(f"{header['ranks']} ranks, {header['mpi']}, {header['device']}, {header['how']}")
-    figure.legend(loc="outside right center")
-    figure.savefig(path, dpi=120)
+        grid[0, across].set_title(heading)
+        grid[-1, across].set_xlabel("bytes")
+    for axes, text in zip(grid[:, 0], panels.values(), strict=True):
+        axes.set_ylabel(text)
+    picture.suptitle(title)
+    picture.legend(handles=list(curves.values()), loc="outside right center")
+    picture.savefig(path, dpi=120)
+
+
+def _draw(
+    axes: Any, name: str, labels: str, rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Draw the curves of one panel, each in the colour that it has in other panels."""
+    curves: dict[str, Any] = {}
+    for label in dict.fromkeys(row[labels] for row in rows):
+        points = [(row["bytes"], row[name]) for row in rows if row[labels] == label and row[name]]
+        if points:
+            colour = before[label].get_color() if label in before else f"C{len(before) + len(curves)}"
+            curves[label] = axes.plot(*zip(*points, strict=True), ".-", label=label, color=colour)[0]
+    return curves
