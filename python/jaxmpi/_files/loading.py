@@ -142,9 +142,10 @@ def load(
             def work(where: Path = where, data: bytes = data) -> tuple[Any, agreement.Facts]:
                 state = State.from_bytes(where, data, operation)
                 wanted, build = _wanted(state, grid, width, axes, like)
-                return (state, wanted, build), [(leaf.record.name, leaf.text()) for leaf in wanted]
+                facts = [(f"what is wanted of {leaf.record.name}", leaf.text()) for leaf in wanted]
+                return (state, wanted, build), facts
 
-            state, wanted, build = agreement.check_equal(clone, operation, work, _differs)
+            state, wanted, build = agreement.check_equal(clone, operation, work)
 
             def check(failure: Exception | None, data: bytes = data) -> None:
                 _check_read(clone, failure, path, data, operation)
@@ -154,10 +155,6 @@ def load(
         raise OSError(
             f"{operation}: other jobs have replaced {path} {_TRIES} times while it was read: wait for their end."
         )
-
-
-def _differs(what: str, mine: str, root: str) -> str:
-    return f"{what} is not wanted as on rank 0: {mine[:200]} and {root[:200]}. Call it alike on all ranks."
 
 
 def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
