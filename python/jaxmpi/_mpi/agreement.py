@@ -30,6 +30,13 @@ def capture(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
+def start_largest(comm: MPI.Intracomm, *numbers: int) -> tuple[np.ndarray, MPI.Request]:
+    """Start to find the largest of each number over all ranks, where some ranks may never come. Return an array that
+    has the results when the request is complete."""
+    largest = np.array(numbers, np.int64)
+    return largest, comm.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
+
+
 def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *numbers: int) -> list[int]:
     """Return the sums of numbers over all ranks, modulo 2^64: one small reduction.
 
