@@ -161,28 +161,19 @@ static struct question *question_new(struct agreement *agreement, int64_t number
   return *last = question;
 }
 
-/* Send the rest of the messages of this question. */
-static void send_rest(const struct communicator *comm, struct agreement *agreement, struct question *question,
-                      enum kind kind) {
-  for (int k = 0; k < agreement->rounds; k++) send_round(comm, agreement, question, k, kind);
-}
-
 static void leave_questions(const struct communicator *comm, struct agreement *agreement, enum kind kind) {
   for (struct question *question = agreement->first; question != NULL; question = question->next) {
     if (question->answered) continue;
-    send_rest(comm, agreement, question, kind);
+    for (int k = 0; k < agreement->rounds; k++) send_round(comm, agreement, question, k, kind);
     close_question(agreement, question);
   }
 }
 
 static void stop_asking(struct communicator *comm, struct agreement *agreement) {
-  leave_questions(comm, agreement, MESSAGE_STOPS);
   atomic_store(&comm->to_compare, 0);
-  struct question *last = agreement->begun && !agreement->stopped ? question_new(agreement, 0) : NULL;
+  if (agreement->begun && !agreement->stopped) question_new(agreement, 0); /* for ranks that have the answers so far */
   agreement->stopped = true;
-  if (last == NULL) return;
-  send_rest(comm, agreement, last, MESSAGE_STOPS);
-  close_question(agreement, last);
+  leave_questions(comm, agreement, MESSAGE_STOPS);
 }
 
 int agreement_ask(struct communicator *comm, int64_t number, const void *about) {
@@ -261,19 +252,11 @@ bool agreement_is_open(const struct communicator *comm) {
   return agreement != NULL && atomic_load_explicit(&agreement->unanswered, memory_order_relaxed) > 0;
 }
 
-void agreement_leave(struct communicator *comm) {
+void agreement_leave(struct communicator *comm, bool for_ever) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   pthread_mutex_lock(&agreement->lock);
+  if (for_ever) stop_asking(comm, agreement);
   leave_questions(comm, agreement, MESSAGE_LEAVES);
-  pthread_mutex_unlock(&agreement->lock);
-}
-
-void agreement_stop(struct communicator *comm) {
-  struct agreement *agreement = atomic_load(&comm->agreement);
-  atomic_store(&comm->to_compare, 0);
-  if (agreement == NULL) return;
-  pthread_mutex_lock(&agreement->lock);
-  stop_asking(comm, agreement);
   pthread_mutex_unlock(&agreement->lock);
 }
 

@@ -47,11 +47,8 @@ bool agreement_is_of_default(const struct communicator *comm);
 /* Return whether some answers have not been heard. */
 bool agreement_is_open(const struct communicator *comm);
 
-/* Go on without the answers, and report this to the others. */
-void agreement_leave(struct communicator *comm);
-
-/* Ask nothing on this communicator from now on, and report this to the others. */
-void agreement_stop(struct communicator *comm);
+/* Go on without the answers, after a question, and report this to the others. `for_ever`: ask nothing any more. */
+void agreement_leave(struct communicator *comm, bool for_ever);
 
 /* Gather `bytes` of each rank after ANSWER_DIFFERENT, on all ranks; `came`: which ranks' bytes have come within
  * `seconds`. False: `mine` is still in use by MPI. */

@@ -275,7 +275,7 @@ static ffi_error *judge_difference(const struct call *call, struct communicator 
         other = rank;
   }
   if (heard && missing > 0 && !all_are_compared())
-    agreement_stop(comm);
+    agreement_leave(comm, true);
   else
     error = other < size ? fail_differing(call, comm, own, &all[other], other, now) : fail_unknown(call, mine);
   if (over) free(own);
@@ -290,13 +290,6 @@ static double patience_of(const struct call *call) {
   if (all_are_compared()) return -1;
   if (has_request(call->operation)) return 0;
   return call->comm->in_vain == 0 ? compare_patience : LESS_PATIENCE;
-}
-
-static void go_on_alone(struct communicator *comm) {
-  if (++comm->in_vain < IN_VAIN)
-    agreement_leave(comm);
-  else
-    agreement_stop(comm);
 }
 
 ffi_error *compare_ranks(struct call *call) {
@@ -314,7 +307,7 @@ ffi_error *compare_ranks(struct call *call) {
   if (all && call->log.on) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
   enum answer answer = agreement_hear(comm, patience_of(call), &heard);
   if (all && call->log.on) log_end(call, false);
-  if (answer == ANSWER_NONE && !starts) go_on_alone(comm);
+  if (answer == ANSWER_NONE && !starts) agreement_leave(comm, ++comm->in_vain >= IN_VAIN);
   if (answer == ANSWER_SAME) comm->in_vain = 0;
   if (answer != ANSWER_DIFFERENT) return NULL;
   return judge_difference(call, comm, &heard, heard.call == mine.call && !starts);
