@@ -146,10 +146,7 @@ def load(
                 return (state, wanted, build), facts
 
             state, wanted, build = agreement.check_equal(clone, operation, work)
-
-            def check(failure: Exception | None, data: bytes = data) -> None:
-                _check_read(clone, failure, path, data, operation)
-
+            check = partial(_check_read, clone, path, data, operation)
             with contextlib.suppress(_Replaced):
                 return build(_values(clone, state, wanted, check, operation))
         raise OSError(
@@ -176,7 +173,7 @@ def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
             raise FileNotFoundError(f"{operation}: {text}") from None
 
 
-def _check_read(comm: MPI.Intracomm, failure: Exception | None, path: Any, data: bytes, operation: str) -> None:
+def _check_read(comm: MPI.Intracomm, path: Any, data: bytes, operation: str, failure: Exception | None) -> None:
     """Raise an error of one rank on all ranks. Raise `_Replaced` if another state has taken the place of this one."""
     try:
         agreement.sums(comm, operation, failure)
