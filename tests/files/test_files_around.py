@@ -176,7 +176,7 @@ def test_ranks_that_call_other_functions(folder):
     io.save(folder / "s", 1)
     calls = [lambda: io.load(folder / "s"), lambda: io.save(folder / "t", 1), lambda: io.latest(folder)]
     for first, second in ((0, 1), (1, 2), (2, 0)):
-        with pytest.raises(ValueError, match="the function of jaxmpi.io differs from rank 0: .* and .*"):
+        with pytest.raises(ValueError, match=r"the function of jaxmpi.io differs from rank 0: .* and .*"):
             calls[second if RANK == SIZE - 1 else first]()
     assert listed(folder) == ["s"]
 
