@@ -23,7 +23,8 @@ struct round {
 
 struct question {
   struct question *next;
-  int64_t number, words[QUESTION_WORDS], least[2];
+  int64_t number, least[2];
+  char about[QUESTION_BYTES];
   int known;     /* rounds whose message has come */
   bool answered; /* or left: kept only until the messages are complete */
   bool unknown;  /* a rank has gone on without an answer */
@@ -160,38 +161,29 @@ static struct question *question_new(struct agreement *agreement, int64_t number
   return *last = question;
 }
 
-/* Send the rest of the messages of this question. */
-static void send_rest(const struct communicator *comm, struct agreement *agreement, struct question *question,
-                      enum kind kind) {
-  for (int k = 0; k < agreement->rounds; k++) send_round(comm, agreement, question, k, kind);
-}
-
 static void leave_questions(const struct communicator *comm, struct agreement *agreement, enum kind kind) {
   for (struct question *question = agreement->first; question != NULL; question = question->next) {
     if (question->answered) continue;
-    send_rest(comm, agreement, question, kind);
+    for (int k = 0; k < agreement->rounds; k++) send_round(comm, agreement, question, k, kind);
     close_question(agreement, question);
   }
 }
 
 static void stop_asking(struct communicator *comm, struct agreement *agreement) {
-  leave_questions(comm, agreement, MESSAGE_STOPS);
   atomic_store(&comm->to_compare, 0);
-  struct question *last = agreement->begun && !agreement->stopped ? question_new(agreement, 0) : NULL;
+  if (agreement->begun && !agreement->stopped) question_new(agreement, 0); /* for ranks that have the answers so far */
   agreement->stopped = true;
-  if (last == NULL) return;
-  send_rest(comm, agreement, last, MESSAGE_STOPS);
-  close_question(agreement, last);
+  leave_questions(comm, agreement, MESSAGE_STOPS);
 }
 
-bool agreement_ask(struct communicator *comm, int64_t number, const int64_t words[QUESTION_WORDS]) {
+int agreement_ask(struct communicator *comm, int64_t number, const void *about) {
   struct agreement *agreement = atomic_load(&comm->agreement);
-  if (agreement == NULL) return false;
+  if (agreement == NULL) return NOT_ASKED;
   pthread_mutex_lock(&agreement->lock);
   struct question *question = NULL;
   drop_finished(agreement);
   if (begin_asking(agreement) && !agreement->stopped && (question = question_new(agreement, number)) != NULL) {
-    memcpy(question->words, words, sizeof question->words);
+    memcpy(question->about, about, sizeof question->about);
     for (int k = 0; k < agreement->rounds; k++) {
       struct round *round = &question->rounds[k];
       int code = runtime.abi->post(&round->in, sizeof round->in, false, rank_at(comm, agreement, -((int64_t)1 << k)),
@@ -201,9 +193,9 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
     send_round(comm, agreement, question, 0, MESSAGE_ASKS);
     if (agreement->code != 0) stop_asking(comm, agreement);
   }
-  bool asked = question != NULL && agreement->code == 0;
+  int code = question != NULL || agreement->code != 0 ? agreement->code : NOT_ASKED;
   pthread_mutex_unlock(&agreement->lock);
-  return asked;
+  return code;
 }
 
 /* Take a message of a round. False: a rank has stopped asking, or asks something else under this name. */
@@ -230,7 +222,7 @@ static enum answer poll_answer(struct communicator *comm, struct agreement *agre
   return same || question->unknown ? ANSWER_SAME : ANSWER_DIFFERENT;
 }
 
-enum answer agreement_hear(struct communicator *comm, double seconds, int64_t words[QUESTION_WORDS]) {
+enum answer agreement_hear(struct communicator *comm, double seconds, void *about) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   if (!agreement_is_open(comm)) return ANSWER_SAME;
   double begin = seconds_now();
@@ -241,7 +233,7 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
          question = question->next) {
       if (question->answered) continue;
       answer = poll_answer(comm, agreement, question);
-      memcpy(words, question->words, sizeof question->words);
+      memcpy(about, question->about, sizeof question->about);
     }
     pthread_mutex_unlock(&agreement->lock);
     if (answer != ANSWER_NONE) return answer;
@@ -251,12 +243,8 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
 }
 
 bool agreement_is_of_default(const struct communicator *comm) {
-  struct agreement *agreement = atomic_load(&comm->agreement);
-  if (agreement == NULL) return false;
-  pthread_mutex_lock(&agreement->lock);
-  bool of_default = agreement->name == NAME_OF_DEFAULT;
-  pthread_mutex_unlock(&agreement->lock);
-  return of_default;
+  const struct agreement *agreement = atomic_load(&comm->agreement);
+  return agreement != NULL && agreement->name == NAME_OF_DEFAULT;
 }
 
 bool agreement_is_open(const struct communicator *comm) {
@@ -264,28 +252,11 @@ bool agreement_is_open(const struct communicator *comm) {
   return agreement != NULL && atomic_load_explicit(&agreement->unanswered, memory_order_relaxed) > 0;
 }
 
-int agreement_code(const struct communicator *comm) {
-  struct agreement *agreement = atomic_load(&comm->agreement);
-  if (agreement == NULL) return 0;
-  pthread_mutex_lock(&agreement->lock);
-  int code = agreement->code;
-  pthread_mutex_unlock(&agreement->lock);
-  return code;
-}
-
-void agreement_leave(struct communicator *comm) {
+void agreement_leave(struct communicator *comm, bool for_ever) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   pthread_mutex_lock(&agreement->lock);
+  if (for_ever) stop_asking(comm, agreement);
   leave_questions(comm, agreement, MESSAGE_LEAVES);
-  pthread_mutex_unlock(&agreement->lock);
-}
-
-void agreement_stop(struct communicator *comm) {
-  struct agreement *agreement = atomic_load(&comm->agreement);
-  atomic_store(&comm->to_compare, 0);
-  if (agreement == NULL) return;
-  pthread_mutex_lock(&agreement->lock);
-  stop_asking(comm, agreement);
   pthread_mutex_unlock(&agreement->lock);
 }
 

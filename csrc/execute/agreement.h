@@ -22,7 +22,7 @@
 
 #include "core/runtime.h"
 
-enum { QUESTION_WORDS = 9 };
+enum { QUESTION_BYTES = 72, NOT_ASKED = -1 };
 enum answer { ANSWER_SAME, ANSWER_DIFFERENT, ANSWER_NONE, ANSWER_NEVER };
 
 /* The names of the default communicator and of COMM_WORLD. */
@@ -32,28 +32,23 @@ enum { NAME_OF_DEFAULT = 1, NAME_OF_WORLD = 2 };
  * other communicator. Called once, under the GIL. False: out of memory. */
 bool agreement_prepare(struct communicator *comm, int64_t name, const int *ranks);
 
-/* Ask a question. False: it cannot be asked here. `words` are for the code that hears the answer. */
-bool agreement_ask(struct communicator *comm, int64_t number, const int64_t words[QUESTION_WORDS]);
+/* Ask a question. 0: done. NOT_ASKED: it cannot be asked here. Other values: the first error of MPI, after which
+ * nothing is asked. `about`: QUESTION_BYTES for the code that hears the answer. */
+int agreement_ask(struct communicator *comm, int64_t number, const void *about);
 
 /* Waits for the answers to all questions, `seconds` at most; negative: without end. ANSWER_SAME: all answers say so.
- * ANSWER_DIFFERENT: to the question whose `words` are returned; later ones are still to be heard. ANSWER_NONE: not in
+ * ANSWER_DIFFERENT: to the question whose `about` is returned; later ones are still to be heard. ANSWER_NONE: not in
  * time. ANSWER_NEVER: a rank has stopped asking, and this one has, too. */
-enum answer agreement_hear(struct communicator *comm, double seconds, int64_t words[QUESTION_WORDS]);
+enum answer agreement_hear(struct communicator *comm, double seconds, void *about);
 
-/* The first error of MPI, after which the agreement asks nothing; 0: none. */
-int agreement_code(const struct communicator *comm);
-
-/* Return whether it is the default communicator, which only this package uses. */
+/* Return whether it is the default communicator, which only this package uses. After a question, the name is final. */
 bool agreement_is_of_default(const struct communicator *comm);
 
 /* Return whether some answers have not been heard. */
 bool agreement_is_open(const struct communicator *comm);
 
-/* Go on without the answers, and report this to the others. */
-void agreement_leave(struct communicator *comm);
-
-/* Ask nothing on this communicator from now on, and report this to the others. */
-void agreement_stop(struct communicator *comm);
+/* Go on without the answers, after a question, and report this to the others. `for_ever`: ask nothing any more. */
+void agreement_leave(struct communicator *comm, bool for_ever);
 
 /* Gather `bytes` of each rank after ANSWER_DIFFERENT, on all ranks; `came`: which ranks' bytes have come within
  * `seconds`. False: `mine` is still in use by MPI. */

@@ -181,11 +181,11 @@ static bool are_same(const struct record *a, const struct record *b) {
 /* A hash of a record and of everything compared before. */
 static int64_t hash_of(const struct record *record, int64_t history) {
   struct record compared = compared_of(record);
-  int64_t words[QUESTION_WORDS];
-  _Static_assert(sizeof words == sizeof compared, "the words of a question are a record");
+  int64_t words[sizeof compared / sizeof(int64_t)];
+  _Static_assert(sizeof words == QUESTION_BYTES, "a question is about a record");
   memcpy(words, &compared, sizeof words);
   uint64_t hash = hash_add(HASH_START, history);
-  for (int i = 0; i < QUESTION_WORDS; i++) hash = hash_add(hash, words[i]);
+  for (size_t i = 0; i < sizeof words / sizeof *words; i++) hash = hash_add(hash, words[i]);
   return (int64_t)hash;
 }
 
@@ -266,6 +266,7 @@ static ffi_error *judge_difference(const struct call *call, struct communicator 
   struct report *own = calloc(1, sizeof *own), *all = calloc((size_t)size, sizeof *all);
   bool *came = calloc((size_t)size, sizeof *came), over = true, heard = own != NULL && all != NULL && came != NULL;
   ffi_error *error = NULL;
+  comm->history = mine->call; /* from here on the same on all ranks again */
   if (heard) {
     own->record = *mine;
     if (now) find_lines(call, own->lines, sizeof own->lines);
@@ -277,7 +278,7 @@ static ffi_error *judge_difference(const struct call *call, struct communicator 
         other = rank;
   }
   if (heard && missing > 0 && !all_are_compared())
-    agreement_stop(comm);
+    agreement_leave(comm, true);
   else
     error = other < size ? fail_differing(call, comm, own, &all[other], other, now) : fail_unknown(call, mine);
   if (over) free(own);
@@ -294,43 +295,29 @@ static double patience_of(const struct call *call) {
   return call->comm->in_vain == 0 ? compare_patience : LESS_PATIENCE;
 }
 
-static void go_on_alone(struct communicator *comm) {
-  if (++comm->in_vain < IN_VAIN)
-    agreement_leave(comm);
-  else
-    agreement_stop(comm);
-}
-
 ffi_error *compare_ranks(struct call *call) {
   bool all = all_are_compared(), starts = has_request(call->operation);
   struct communicator *comm = call->comm;
   struct record mine = record_of(call), heard;
-  int64_t words[QUESTION_WORDS];
-  memcpy(words, &mine, sizeof words);
   comm->history = hash_of(&mine, comm->history);
   call->function = "MPI_Isend";
-  if (!agreement_ask(comm, comm->history, words)) {
+  int code = agreement_ask(comm, comm->history, &mine);
+  if (code != 0) {
     atomic_store(&comm->to_compare, 0);
-    int code = all ? agreement_code(comm) : 0;
-    return code != 0 ? call_fail_mpi(call, code) : NULL;
+    return all && code != NOT_ASKED ? call_fail_mpi(call, code) : NULL;
   }
   if (!all) atomic_fetch_sub(&comm->to_compare, 1);
   if (all && call->log.on) log_begin(call, "to compare %s, call %" PRId64 ", and", call_name(call), mine.call);
-  enum answer answer = agreement_hear(comm, patience_of(call), words);
+  enum answer answer = agreement_hear(comm, patience_of(call), &heard);
   if (all && call->log.on) log_end(call, false);
-  if (answer == ANSWER_NONE && !starts) go_on_alone(comm);
+  if (answer == ANSWER_NONE && !starts) agreement_leave(comm, ++comm->in_vain >= IN_VAIN);
   if (answer == ANSWER_SAME) comm->in_vain = 0;
   if (answer != ANSWER_DIFFERENT) return NULL;
-  memcpy(&heard, words, sizeof heard);
-  comm->history = heard.call; /* from here on the same on all ranks again */
   return judge_difference(call, comm, &heard, heard.call == mine.call && !starts);
 }
 
 ffi_error *compare_started(const struct call *call, struct communicator *comm, bool waits) {
   struct record heard;
-  int64_t words[QUESTION_WORDS];
-  if (all_are_compared() || agreement_hear(comm, waits ? LESS_PATIENCE : 0, words) != ANSWER_DIFFERENT) return NULL;
-  memcpy(&heard, words, sizeof heard);
-  comm->history = heard.call;
+  if (all_are_compared() || agreement_hear(comm, waits ? LESS_PATIENCE : 0, &heard) != ANSWER_DIFFERENT) return NULL;
   return judge_difference(call, comm, &heard, false);
 }

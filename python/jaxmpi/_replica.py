@@ -26,7 +26,7 @@ from jaxmpi._grid.divisions import Division
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Layout, Widths
 from jaxmpi._jax import internals
-from jaxmpi._mpi import agreement, communicators, failures, survival
+from jaxmpi._mpi import agreement, communicators, survival
 from jaxmpi._mpi.communicators import Local
 from jaxmpi._mpi.private_comms import clone_of
 from jaxmpi._mpi.watch import waiting
@@ -383,10 +383,9 @@ class Replica(Local):
 
     def _together(self, restores: bool) -> None:
         """Wait for all ranks. Raise RuntimeError on all, if some of them restore and others save."""
-        comm, flags = clone_of(self._grid.comm), np.array([restores, not restores], np.int32)
-        with failures.confirmed(comm):
-            comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
-        if flags.all():
+        comm = clone_of(self._grid.comm)
+        (restoring,) = agreement.sums(comm, "Replica", None, restores)
+        if restoring not in (0, comm.size):
             raise RuntimeError(
                 "Replica: some ranks save, others restore. Call restore on all ranks after jaxmpi.survive.recover. "
                 "With spare ranks, make the Replica with save=False, because a rank that steps in begins with restore."
@@ -407,8 +406,8 @@ class Replica(Local):
         if None not in saves:
             assert saved is not None
             return saved
-        described = [("the fields", repr(self._fields)), ("the structure", str(self._structure))]
-        agreement.check_equal(comm, "Replica.restore", lambda: (None, described), _differs)
+        described = [("the list of fields", repr(self._fields)), ("the structure of the tree", str(self._structure))]
+        agreement.check_equal(comm, "Replica.restore", lambda: (None, described))
         first, save = next((rank, save) for rank, save in enumerate(saves) if save is not None)
         same = saved.same if saved is not None else None
         same = pickle.loads(agreement.on_root(comm, "Replica.restore", lambda: pickle.dumps(same), first))
@@ -500,10 +499,6 @@ def _collect(saved: _Saved) -> None:
     for request in saved.sends:
         agreement.capture(request.Wait)
     saved.under_way, saved.sends = {}, []
-
-
-def _differs(what: str, mine: str, of_root: str) -> str:
-    return f"{what} of this Replica differ from rank 0, which has {of_root}: {mine}. Make it alike on all ranks."
 
 
 def _holders(reports: list[_Report], number: int) -> list[int | None]:

@@ -88,21 +88,21 @@ def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracom
     """Yield the clone on which ranks agree. Share the facts about maps that all ranks need. Raise errors of one rank on
     all. In the context, errors of MPI that mean a death become ProcessFailed."""
     internals.check_outside(operation)
-    known_comm, failure = agreement.capture(lambda: communicator(divisions, comm, operation))
+    known_comm, _ = agreement.capture(lambda: communicator(divisions, comm, operation))  # `_maps` raises an error again
     known = communicators.resolve(known_comm, operation)
     known_comm = communicators.default_mpi() if known_comm is None else known_comm
     with survival.failing(known_comm, f"io.{operation}"):
         with waiting(known, f"io.{operation}"):  # if a rank does not come, the others report it
             clone = clone_of(known_comm)
-            listed = divided(divisions) if failure is None else []
-            if failure is None:
-                _, failure = agreement.capture(lambda: _check_ranks(listed, comm, clone, operation))
-            rows.learn(clone, operation, [division for division in listed if isinstance(division, IndexMap)], failure)
+            rows.learn(clone, operation, lambda: _maps(divisions, comm, clone, operation))
         yield clone
 
 
-def _check_ranks(listed: Sequence[Any], comm: MPI.Comm | None, clone: MPI.Intracomm, operation: str) -> None:
-    """Raise ValueError unless all grids and maps, and the communicator of the user, have the same ranks."""
+def _maps(divisions: Any, comm: Any, clone: MPI.Intracomm, operation: str) -> list[IndexMap]:
+    """Return the maps among divisions. Raise an error unless all grids and maps, and the communicator of the user, live
+    and have the same ranks."""
+    communicator(divisions, comm, operation)
+    listed = divided(divisions)
     for division in listed:
         division._check_alive(operation)
     for other in (*(division.comm for division in listed), *([] if comm is None else [comm])):
@@ -111,6 +111,7 @@ def _check_ranks(listed: Sequence[Any], comm: MPI.Comm | None, clone: MPI.Intrac
                 f"{operation}: grids and comm have communicators of other ranks, or of the same in another order: "
                 "make all with one comm=."
             )
+    return [division for division in listed if isinstance(division, IndexMap)]
 
 
 def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, operation: str) -> list[StoredArray]:

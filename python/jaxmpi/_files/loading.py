@@ -142,22 +142,16 @@ def load(
             def work(where: Path = where, data: bytes = data) -> tuple[Any, agreement.Facts]:
                 state = State.from_bytes(where, data, operation)
                 wanted, build = _wanted(state, grid, width, axes, like)
-                return (state, wanted, build), [(leaf.record.name, leaf.text()) for leaf in wanted]
+                facts = [(f"what is wanted of {leaf.record.name}", leaf.text()) for leaf in wanted]
+                return (state, wanted, build), facts
 
-            state, wanted, build = agreement.check_equal(clone, operation, work, _differs)
-
-            def check(failure: Exception | None, data: bytes = data) -> None:
-                _check_read(clone, failure, path, data, operation)
-
+            state, wanted, build = agreement.check_equal(clone, operation, work)
+            check = partial(_check_read, clone, path, data, operation)
             with contextlib.suppress(_Replaced):
                 return build(_values(clone, state, wanted, check, operation))
         raise OSError(
             f"{operation}: other jobs have replaced {path} {_TRIES} times while it was read: wait for their end."
         )
-
-
-def _differs(what: str, mine: str, root: str) -> str:
-    return f"{what} is not wanted as on rank 0: {mine[:200]} and {root[:200]}. Call it alike on all ranks."
 
 
 def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
@@ -179,7 +173,7 @@ def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
             raise FileNotFoundError(f"{operation}: {text}") from None
 
 
-def _check_read(comm: MPI.Intracomm, failure: Exception | None, path: Any, data: bytes, operation: str) -> None:
+def _check_read(comm: MPI.Intracomm, path: Any, data: bytes, operation: str, failure: Exception | None) -> None:
     """Raise an error of one rank on all ranks. Raise `_Replaced` if another state has taken the place of this one."""
     try:
         agreement.sums(comm, operation, failure)

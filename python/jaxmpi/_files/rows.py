@@ -8,10 +8,9 @@ With gaps the ranks sort all indices to get the indices of each run, each rank w
 memory of a rank grow with its own rows, apart from the samples, of which each rank has a few of every other rank.
 """
 
-import hashlib
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,22 +51,18 @@ _known: dict[int, Numbering] = {}
 """The numberings of maps by `id`, because maps that are equal may live longer or shorter."""
 
 
-def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failure: Exception | None) -> None:
-    """Compute the numberings of maps, unless all ranks know them. Raise an exception on all ranks if one has a failure,
-    or if ranks have different numbers of maps."""
+def learn(comm: MPI.Intracomm, operation: str, find: Callable[[], Sequence[IndexMap]]) -> None:
+    """Compute the numberings of the maps that `find` returns, unless all ranks know them. Raise an error on all ranks
+    if `find` raises one, if ranks have different numbers of maps, or if they call different functions."""
+
+    def work() -> tuple[Sequence[IndexMap], agreement.Facts]:
+        listed = find()
+        count = str(len(distinct(listed)))
+        return listed, [("the function of jaxmpi.io", operation), ("the number of maps in grid", count)]
+
+    listed = agreement.check_equal(comm, operation, work)
     maps = distinct(listed)
-    absent = sum(id(map) not in _known for map in maps)
-    mine = int.from_bytes(hashlib.blake2b(operation.encode(), digest_size=7).digest(), "little")
-    missing, there, called = agreement.sums(comm, operation, failure, absent, len(maps), mine)
-    if called != mine * comm.size % 2**64:  # if ranks call different functions, the sum fits on none
-        raise ValueError(
-            f"{operation}: other ranks call another function of jaxmpi.io: all ranks call the same ones in one order."
-        )
-    if there:
-        agreement.check_equal(
-            comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ
-        )
-    if missing:
+    if maps and agreement.sums(comm, operation, None, sum(id(map) not in _known for map in maps)) != [0]:
         for map in maps:
             owned = map.owned
             total = comm.allreduce(len(owned))
@@ -82,10 +77,6 @@ def _remember(map: IndexMap, numbering: Numbering) -> None:
     if id(map) not in _known:
         weakref.finalize(map, _known.pop, id(map)).atexit = False
     _known[id(map)] = numbering
-
-
-def _differ(what: str, mine: str, root: str) -> str:
-    return f"{what} is {mine} here and {root} on rank 0: all ranks call it alike."
 
 
 def numbering(map: IndexMap) -> Numbering:

@@ -16,7 +16,7 @@ from jaxmpi._files import commit, layout, metadata, records, sharing, store, tre
 from jaxmpi._files.chunks import Blocks
 from jaxmpi._files.layout import Options, StoredArray
 from jaxmpi._grid.grid import Width
-from jaxmpi._mpi import agreement
+from jaxmpi._mpi import agreement, failures
 
 
 @dataclass
@@ -154,7 +154,7 @@ def _differs(what: str, mine: str, root: str) -> str:
             f"{what} differs from rank 0. A value that is not divided must be the same on all ranks, to the last bit: "
             "send it from rank 0 (jaxmpi.bcast), leave it out, or say with grid= that it is a field."
         )
-    return f"{what} differs from rank 0: {mine[:200]} and {root[:200]}. Call it alike on all ranks."
+    return agreement.say_difference(what, mine, root)
 
 
 def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
@@ -185,24 +185,31 @@ def publish(
             commit.begin(plan.path, overwrite, operation, new, old)
             return make(folder), sharing.leave(folder)
 
-    def end(listed: Sequence[Sums]) -> None:
+    def end(listed: Sequence[Sums | None]) -> bool:
+        written = [sums for sums in listed if sums is not None]
+        if len(written) < len(listed):
+            return False
         with commit.naming(f"{operation}: cannot write", plan.path):
             plan.more["id"] = secrets.token_hex(8)  # no other state has it, not even one with the same numbers
             plan.more["sums"] = {
                 part.record.name: _joined(
-                    store.Stored.from_meta(folder, metas[part.record.name]), [sums[at] for sums in listed]
+                    store.Stored.from_meta(folder, metas[part.record.name]), [sums[at] for sums in written]
                 )
                 for at, part in enumerate(arrays)
             }
             store.finish(folder, metas, plan.attributes, plan.text())
             commit.publish(plan.path, new, old, operation)
+        return True
 
     folder = commit.partial(plan.path)
     try:
         metas, sign = agreement.on_root(comm, operation, begin)
         sharing.check(comm, operation, sign)
         sums, failure = _write_chunks(folder, arrays, metas, operation)
-        agreement.on_root_with_all(comm, operation, sums, failure, end)
+        with failures.confirmed(comm):
+            listed = comm.gather(None if failure else sums)
+        if not agreement.on_root(comm, operation, lambda: end(listed or [])):
+            agreement.sums(comm, operation, failure)
     except BaseException as error:
         try:
             commit.drop(plan.path, new)

@@ -470,20 +470,19 @@ class _Series:
         with waiting(self.known, f"io.{operation}"):
             with failures.confirmed(self.comm):
                 self.comm.Allreduce(MPI.IN_PLACE, reduced, MPI.MIN)
-            if reduced[1] or reduced[2] != -reduced[3] or reduced[4] != -reduced[5]:
+            written, failed, first, minus_last, least, minus_most = reduced.tolist()
+            if failed or first != -minus_last or least != -minus_most:
                 self._save_what_is_complete(worker)
-        if reduced[1]:
+        if failed:
             agreement.sums(self.comm, operation, with_thread)
-        if reduced[2] != -reduced[3]:
-            raise ValueError(
-                f"{operation}: ranks have passed other times, from {float(reduced[2])!r} to {float(-reduced[3])!r}."
-            )
-        if reduced[4] != -reduced[5]:
+        if first != -minus_last:
+            raise ValueError(f"{operation}: ranks have passed other times, from {first!r} to {-minus_last!r}.")
+        if least != -minus_most:
             raise ValueError(
                 f"{operation}: a value that is not divided differs between ranks. It must be the same to the last bit: "
                 "say with grid= that it is a field, send it from rank 0 (jaxmpi.bcast), or leave it out with fields=."
             )
-        return int(reduced[0])
+        return int(written)
 
     def _save_what_is_complete(self, worker: _Worker) -> None:
         """Make the steps visible that all ranks have written, before all ranks raise an error."""

@@ -1,4 +1,9 @@
-"""Agreement of all ranks before they go on: an error of one of them is an error of all."""
+"""Agreement of all ranks before they go on: an error of one of them is an error of all.
+
+It is for Python code in which all ranks take part: imports, settings, files, maps. The core compares the calls of a
+program itself (csrc/execute/compare.h). After a death all functions raise MPI.Exception, but perhaps not on all ranks:
+`private_comms.agree` has the same result on all living ranks.
+"""
 
 import hashlib
 import itertools
@@ -13,7 +18,6 @@ from jaxmpi._mpi import failures
 T = TypeVar("T")
 Facts = Sequence[tuple[str, str]]
 """The facts that ranks compare: a name and a text for each."""
-_BITS = 2**64 - 1
 _KINDS = (TypeError, ValueError, ImportError, OSError)
 """The types of errors that other ranks raise as well, for OSError also Python's subclasses. Most specific first."""
 
@@ -24,6 +28,13 @@ def capture(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return work(), None
     except Exception as error:
         return None, error
+
+
+def start_largest(comm: MPI.Intracomm, *numbers: int) -> tuple[np.ndarray, MPI.Request]:
+    """Start to find the largest of each number over all ranks, where some ranks may never come. Return an array that
+    has the results when the request is complete."""
+    largest = np.array(numbers, np.int64)
+    return largest, comm.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
 
 
 def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *numbers: int) -> list[int]:
@@ -67,33 +78,22 @@ def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: in
     return cast(T, result)
 
 
-def on_root_with_all(
-    comm: MPI.Intracomm, operation: str, value: T, failure: Exception | None, work: Callable[[list[T]], None]
-) -> None:
-    """Let root call `work` with the list of all ranks' objects: one gather and one broadcast. All ranks raise root's
-    error. If a rank has a failure, root does not call `work`, and all ranks raise that failure."""
-    with failures.confirmed(comm):
-        listed = comm.gather((failure is not None, value))
-    failed = False
-    if listed is not None:
-        failed = any(has_failed for has_failed, _ in listed)
-        if not failed:
-            _, failure = capture(lambda: work([theirs for _, theirs in listed]))
-    if of_rank(comm, failed or failure is not None):
-        _fail(comm, operation, failure)
-
-
 def of_rank(comm: MPI.Intracomm, value: T, root: int = 0) -> T:
     """Return root's object, on all ranks. Raise MPI.Exception if a rank has died."""
     with failures.confirmed(comm):
         return cast(T, comm.bcast(value, root))
 
 
+def say_difference(what: str, mine: str, root: str) -> str:
+    """Return the text for a fact that differs, with the text of the fact on this rank and on rank 0."""
+    return f"{what} differs from rank 0: {mine[:200]} and {root[:200]}. Call it alike on all ranks."
+
+
 def check_equal(
     comm: MPI.Intracomm,
     operation: str,
     work: Callable[[], tuple[T, Facts]],
-    differs: Callable[[str, str, str], str],
+    differs: Callable[[str, str, str], str] = say_difference,
 ) -> T:
     """Return the first item of the result of `work` on this rank. The second item is facts that all ranks must share.
 
@@ -104,24 +104,18 @@ def check_equal(
     result, failure = capture(work)
     facts = result[1] if result else []
     digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
-    bits = np.array([failure is not None, digest, digest ^ _BITS], np.uint64)
-    with failures.confirmed(comm):
-        comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
-    if bits[0]:
-        _fail(comm, operation, failure)
-    if bits[1] & bits[2]:  # a bit that some ranks have set, and others have not
-        _compare(comm, operation, facts, differs)
+    (total,) = sums(comm, operation, failure, digest)
+    if total != digest * comm.size % 2**64:  # if digests differ, the sum fits on no rank
+        of_root = of_rank(comm, facts)
+        run_on_all(comm, operation, lambda: _compare(operation, facts, of_root, differs))
     assert result is not None
     return result[0]
 
 
-def _compare(comm: MPI.Intracomm, operation: str, facts: Facts, differs: Callable[[str, str, str], str]) -> None:
-    failure = None
-    for mine, root in itertools.zip_longest(facts, of_rank(comm, facts), fillvalue=("", "")):
-        if mine != root and failure is None:
-            what = mine[0] or root[0]
-            failure = ValueError(f"{operation}: {differs(what, mine[1], root[1])}")
-    sums(comm, operation, failure)
+def _compare(operation: str, facts: Facts, of_root: Facts, differs: Callable[[str, str, str], str]) -> None:
+    for mine, root in itertools.zip_longest(facts, of_root, fillvalue=("", "")):
+        if mine != root:
+            raise ValueError(f"{operation}: {differs(mine[0] or root[0], mine[1], root[1])}")
 
 
 def _fail(comm: MPI.Intracomm, operation: str, failure: Exception | None) -> NoReturn:

@@ -1,10 +1,12 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
+import dataclasses
 import math
 import os
 import threading
 import time
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
-from jaxmpi._mpi import groups, spares, static, timeline
+from jaxmpi._mpi import agreement, groups, spares, static, timeline
 from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, stable_key
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
@@ -201,6 +203,27 @@ def _all_done(requests: list[MPI.Request], deadline: float) -> bool:
     return done
 
 
+@dataclass(frozen=True)
+class _Agreed:
+    """What ranks agree on at the import of the package: the largest number of any rank. Defaults: of this rank."""
+
+    chunk: int = DEVICES.chunk
+    """The chunk size."""
+    everywhere: int = DEVICES.everywhere
+    """Whether it holds for all communicators, or only for the default one, all of whose ranks are known to use this
+    package: see devices.py."""
+    devices: int = len(DEVICES.communicated) > 1
+    """Whether a rank has arrays on devices."""
+    calls: int = SETTINGS.compared
+    """How many calls are compared, unless a rank compares none; ALL counts on all ranks."""
+    compares_none: int = SETTINGS.compared == 0
+    """Whether a rank compares no calls."""
+    job: int = timeline.new_job() if MPI.COMM_WORLD.rank == 0 else 0
+    """A number for the job, from rank 0."""
+    spares: int = SETTINGS.spares
+    """How many ranks are spare."""
+
+
 class _Default:
     """The communicator of calls without `comm`: the clone of COMM_WORLD, or of the ranks of it that are not spare.
 
@@ -214,54 +237,42 @@ class _Default:
         self._comm: MPI.Comm = clone
         self.channel, channelling = MPI.COMM_WORLD.Idup()
         """The clone on which ranks compare settings and calls."""
-        # 0: the chunk size. 1: whether it holds for all communicators or only for this one, all of whose ranks are
-        # known to use this package (see devices.py). 2: whether ranks compare all calls. 3: whether any rank has
-        # arrays on devices. 4: whether any rank compares no calls. 5: how many calls are compared. 6: a number for the
-        # job, from rank 0. 7: how many ranks are spare.
-        calls = SETTINGS.compared
-        check, none = calls == ALL, calls == 0
-        self._settings = np.array(
-            [
-                *(DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none),
-                0 if check else calls,
-                timeline.new_job() if MPI.COMM_WORLD.rank == 0 else 0,
-                SETTINGS.spares,
-            ],
-            np.int64,
-        )
-        agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
+        self._numbers, agreeing = agreement.start_largest(MPI.COMM_WORLD, *dataclasses.astuple(_Agreed()))
         self._requests = [cloning, channelling, agreeing]
         self._resolved: Communicator | None = None
         self._replaced = False
         self._lock = threading.Lock()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         if not (agreed := _all_done(self._requests, deadline)):
+            more = " The ranks do not compare their calls, as JAXMPI_CHECK=1 says." if SETTINGS.compared == ALL else ""
             warnings.warn(
                 "jaxmpi: not all ranks of COMM_WORLD have imported jaxmpi yet. Calls without comm= wait until "
-                "they do; if they never will, pass a communicator of the ranks that do."
-                + (" The ranks do not compare their calls, as JAXMPI_CHECK=1 says." if check else ""),
+                f"they do; if they never will, pass a communicator of the ranks that do.{more}",
                 RuntimeWarning,
                 stacklevel=2,
             )
         self.agreed = agreed
         """Whether all ranks imported the package before this import ended."""
-        self._agreed_by_all = np.array([agreed], np.int64)
-        self._hearing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._agreed_by_all, MPI.MIN)
+        self._in_vain, self._hearing = agreement.start_largest(MPI.COMM_WORLD, not agreed)
         # Ranks that have waited in vain have announced it before. The others are as far as this one.
-        together = agreed and _all_done([self._hearing], math.inf) and bool(self._agreed_by_all[0])
-        self.labels = together and not self._settings[3]
+        together = agreed and _all_done([self._hearing], math.inf) and not self._in_vain.any()
+        self.labels = together and not self._agreed.devices
         """Whether messages may have labels: no rank has arrays on devices, whose messages have no labels."""
-        self.check = together and bool(self._settings[2])
-        """Whether ranks compare all their calls. The same on all ranks."""
-        self.calls = ALL if self.check else int(self._settings[5]) if together and not self._settings[4] else 0
-        """How many collectives of a communicator its ranks compare. The same on all ranks."""
+        compare = together and (self._agreed.calls == ALL or not self._agreed.compares_none)
+        self.calls = self._agreed.calls if compare else 0
+        """How many collectives of a communicator its ranks compare, the same on all ranks; ALL: all calls."""
         self._stepping_in = threading.Lock()
+
+    @property
+    def _agreed(self) -> _Agreed:
+        """What the ranks have agreed on, once the requests are complete."""
+        return _Agreed(*self._numbers.tolist())
 
     def leave_out(self, count: int) -> spares.Pool:
         """Leave the last `count` ranks out of the default communicator: they are spare."""
         MPI.Request.Waitall(self._requests)
-        if self._settings[7] != count:
-            raise ValueError(f"jaxmpi: JAXMPI_SPARES={count} on this rank, and {self._settings[7]} on another one")
+        if self._agreed.spares != count:
+            raise ValueError(f"jaxmpi: JAXMPI_SPARES={count} on this rank, and {self._agreed.spares} on another one")
         pool = spares.Pool(MPI.Intracomm(self._comm), count)
         self._comm = pool.current
         return pool
@@ -270,7 +281,7 @@ class _Default:
         if self._resolved is None:
             resolved = resolve(self.mpi(), "the default communicator")
             _core.configure_communicator(resolved.number, chunk=self.chunk(ours=True), name="the default communicator")
-            if not self._settings[3]:  # with arrays on devices, we know nothing about MPI libraries that read these
+            if not self._agreed.devices:  # with arrays on devices, we know nothing about MPI libraries that read these
                 piece = max(_PIECE, resolved.size * _LEAST_SHARE)
                 _core.configure_communicator(resolved.number, piece=piece)
             timeline.communicator(resolved.number, self._comm, "the default communicator")
@@ -288,14 +299,14 @@ class _Default:
                 MPI.Request.Waitall(self._requests)
             elif not MPI.Request.Testall(self._requests):
                 return 0
-        return int(self._settings[0]) if ours or self._settings[1] else 0
+        return self._agreed.chunk if ours or self._agreed.everywhere else 0
 
     def job(self) -> int | None:
         """Return a number that all ranks of this job share, and no other job has; None if not all ranks have
         answered yet."""
         with self._lock:
             known = not MPI.Is_finalized() and MPI.Request.Testall(self._requests)
-        return int(self._settings[6]) if known else None
+        return self._agreed.job if known else None
 
     def is_it(self, comm: MPI.Comm) -> bool:
         return comm == self._comm
@@ -359,7 +370,7 @@ def agree() -> None:
         raise RuntimeError(
             "jaxmpi: a rank has died before all had imported jaxmpi, so the job cannot go on without it"
         ) from error
-    CHECK = _default.check
+    CHECK = _default.calls == ALL
     channel = handle_of(_default.channel) if _default.calls else 0
     _core.configure(check=CHECK, labels=_default.labels, channel=channel)
     os.register_at_fork(after_in_child=_in_child_of_fork)

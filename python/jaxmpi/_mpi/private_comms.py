@@ -6,13 +6,16 @@ together with the communicator.
 
 import contextlib
 import functools
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 from mpi4py import MPI
 
 from jaxmpi._mpi import failures
 from jaxmpi._mpi.library import FAILURES
+
+T = TypeVar("T")
 
 
 def clone_of(comm: MPI.Comm) -> MPI.Intracomm:
@@ -32,10 +35,7 @@ def _made(comm: MPI.Intracomm) -> MPI.Intracomm:
     (segmentation fault) if a communicator is revoked while a rank is still making it."""
     if not FAILURES["failed"]:
         return comm.Dup()
-    clone = None
-    with contextlib.suppress(MPI.Exception):
-        clone = comm.Dup()
-    if not agree(comm, clone is not None) or clone is None:
+    if (clone := on_all_living(comm, comm.Dup)) is None:
         raise MPI.Exception(FAILURES["failed"])
     return clone
 
@@ -49,7 +49,8 @@ def revoke(comm: MPI.Comm) -> None:
 
 
 def agree(comm: MPI.Comm, done: bool) -> bool:
-    """Return whether all ranks are done, and live. All living ranks return the same."""
+    """Return whether all ranks are done, and live. All living ranks return the same. `agreement` cannot promise this,
+    because after a death a reduction may fail on some ranks alone."""
     if not done:
         revoke(comm)  # no rank waits in an operation for this one
     try:
@@ -58,6 +59,14 @@ def agree(comm: MPI.Comm, done: bool) -> bool:
         if error.Get_error_class() not in failures.classes():
             raise
         return False
+
+
+def on_all_living(comm: MPI.Comm, work: Callable[[], T]) -> T | None:
+    """Return the result of `work`; None on all living ranks if it has failed on one, or a rank has died."""
+    result = None
+    with contextlib.suppress(MPI.Exception):
+        result = work()
+    return result if agree(comm, result is not None) else None
 
 
 def clone_if_made(comm: MPI.Comm) -> MPI.Intracomm | None:

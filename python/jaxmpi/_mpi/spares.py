@@ -8,17 +8,17 @@ communicator, too, on which nothing else is done: a revocation of that one means
 """
 
 import contextlib
+import functools
 import secrets
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi._mpi import failures, groups, private_comms
+from jaxmpi._mpi import agreement, failures, groups, private_comms
 
 _PAUSE_SECONDS = 0.02
 _SPARE, _OVER = -1, -2
@@ -47,26 +47,19 @@ def repair(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -
     is not `comm` itself.
     """
     while True:
-        comm, agreed = MPI.Intracomm(comm.Shrink()), None
+        comm = MPI.Intracomm(comm.Shrink())
         if not private_comms.agree(comm, True):  # only when all ranks have it may it be revoked: private_comms.py
             continue
-        with contextlib.suppress(MPI.Exception):
-            agreed = _try(comm, number, size, pool)
-        if private_comms.agree(comm, agreed is not None):
-            assert agreed is not None
-            return agreed
+        repaired = private_comms.on_all_living(comm, functools.partial(_try, comm, number, size, pool))
+        if repaired is not None:
+            return repaired
 
 
 def _try(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Repair:
     """Try to repair. Raise MPI.Exception if a rank has died since."""
-    shared = np.zeros(1 + comm.size, np.int64)
-    if comm.rank == 0:
-        shared[0] = 1 + secrets.randbits(61)
-    shared[1 + comm.rank] = number
-    with failures.confirmed(comm):
-        comm.Allreduce(MPI.IN_PLACE, shared, MPI.SUM)
-    members = _members([int(of_rank) for of_rank in shared[1:]], size)
-    return Repair(comm, members, _of_members(comm, members) if pool else comm, int(shared[0]))
+    numbers, names = zip(*agreement.gather_objects(comm, (number, 1 + secrets.randbits(61))), strict=True)
+    members = _members(numbers, size)
+    return Repair(comm, members, _of_members(comm, members) if pool else comm, names[0])
 
 
 def _of_members(comm: MPI.Intracomm, members: Sequence[int]) -> MPI.Comm:
