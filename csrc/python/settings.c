@@ -178,23 +178,17 @@ static PyObject *apply_settings(const struct setting *table, void *of, PyObject 
   return before;
 }
 
-PyDoc_STRVAR(configure_doc,
-             "configure(**settings) -> {name: the value before}\n\n"
-             "Set settings of the process: see csrc/python/settings.c. Settings that are not atomic are set before the "
-             "first operation, or by a test between two.");
-static PyObject *configure(PyObject *self, PyObject *args, PyObject *keywords) {
-  (void)self;
+/* Return {name: the value before}. Set settings of the process: see csrc/python/settings.c. Settings that are not
+ * atomic are set before the first operation, or by a test between two. */
+static PyObject *configure(PyObject *Py_UNUSED(self), PyObject *args, PyObject *keywords) {
   if (!PyArg_ParseTuple(args, "")) return NULL;
   return apply_settings(of_process, &runtime, keywords);
 }
 
-PyDoc_STRVAR(
-    configure_communicator_doc,
-    "configure_communicator(number, **settings) -> {name: the value before}\n\n"
-    "`chunk`: bytes of a chunk, for operations that may go in chunks; 0: in one. `piece`: bytes of a piece of a long "
-    "allreduce; 0: never divided. Both must be the same on all ranks of the communicator. `name`: for reports.");
-static PyObject *configure_communicator(PyObject *self, PyObject *args, PyObject *keywords) {
-  (void)self;
+/* Return {name: the value before}. `chunk`: bytes of a chunk, for operations that may go in chunks; 0: in one. `piece`:
+ * bytes of a piece of a long allreduce; 0: never divided. Both must be the same on all ranks of the communicator.
+ * `name`: for reports. */
+static PyObject *configure_communicator(PyObject *Py_UNUSED(self), PyObject *args, PyObject *keywords) {
   long long number;
   if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
   struct communicator *comm = communicator_at(number);
@@ -203,7 +197,7 @@ static PyObject *configure_communicator(PyObject *self, PyObject *args, PyObject
 
 #define KEYWORDS(function) (PyCFunction)(void (*)(void)) function, METH_VARARGS | METH_KEYWORDS
 PyMethodDef settings_methods[] = {
-    {"configure", KEYWORDS(configure), configure_doc},
-    {"configure_communicator", KEYWORDS(configure_communicator), configure_communicator_doc},
+    {"configure", KEYWORDS(configure), NULL},
+    {"configure_communicator", KEYWORDS(configure_communicator), NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -5,9 +5,8 @@
 #include "execute/agreement.h"
 #include "python/methods.h"
 
-PyDoc_STRVAR(datatypes_doc, "datatypes() -> {name: (code, bytes, mpi name, kind)}, the rows of dtype.def");
-static PyObject *datatypes(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return {name: (code, bytes, mpi name, kind)}, the rows of dtype.def. */
+static PyObject *datatypes(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   PyObject *result = PyDict_New();
   for (const struct datatype *row = datatype_table; result != NULL && row->name != NULL; row++)
     if (dict_put(result, row->name, Py_BuildValue("(inss)", row->code, (Py_ssize_t)row->bytes, row->mpi, row->kind)) <
@@ -16,9 +15,8 @@ static PyObject *datatypes(PyObject *self, PyObject *args) {
   return result;
 }
 
-PyDoc_STRVAR(set_datatype_doc, "set_datatype(code, handle)\n\nSet the MPI datatype for XLA's type `code`.");
-static PyObject *set_datatype(PyObject *self, PyObject *args) {
-  (void)self;
+/* Set the MPI datatype for XLA's type `code`. */
+static PyObject *set_datatype(PyObject *Py_UNUSED(self), PyObject *args) {
   int code;
   Py_ssize_t handle;
   if (!PyArg_ParseTuple(args, "in", &code, &handle)) return NULL;
@@ -66,13 +64,10 @@ static PyObject *operation_row(const struct operation *row, const char *shown, i
   return Py_BuildValue("(sNNsi)", row->id, buffers, pairs(row->attribute_count, names, of), shown, function);
 }
 
-PyDoc_STRVAR(
-    operations_doc,
-    "operations() -> {name: (row, [(buffer, role)], [(attribute, kind)], shown, function)}, from ops.def\n\n"
-    "Each row, and each function with the row that the function calls. Roles: read, write, host_read, host_write, with "
-    "_each behind for a list. `shown`: the name that users know. `function`: the number of a function, 0 for a row.");
-static PyObject *operations(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return {name: (row, [(buffer, role)], [(attribute, kind)], shown, function)}, from ops.def. Each row, and each
+ * function with the row that the function calls. Roles: read, write, host_read, host_write, with _each behind for a
+ * list. `shown`: the name that users know. `function`: the number of a function, 0 for a row. */
+static PyObject *operations(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   PyObject *result = PyDict_New();
   for (const struct operation *row = operation_table; result != NULL && row->id != NULL; row++)
     if (dict_put(result, row->id, operation_row(row, row->name, FUNCTION_OF_ROW)) < 0) Py_CLEAR(result);
@@ -108,13 +103,10 @@ static PyObject *names_tuple(const char *const names[]) {
   return tuple;
 }
 
-PyDoc_STRVAR(
-    constants_doc,
-    "constants() -> {name: number or tuple of names}\n\n"
-    "What C and Python must know alike. A tuple contains the names of the numbers from 0 on; PLAN_HEADER contains the "
-    "names of the numbers with which a plan begins. Called after configure(most_tag=).");
-static PyObject *constants(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return {name: number or tuple of names}. What C and Python must know alike. A tuple contains the names of the numbers
+ * from 0 on; PLAN_HEADER contains the names of the numbers with which a plan begins. Called after configure(most_tag=).
+ * */
+static PyObject *constants(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   static const struct {
     const char *name;
     int64_t value;
@@ -148,9 +140,9 @@ static PyObject *constants(PyObject *self, PyObject *args) {
 }
 
 PyMethodDef tables_methods[] = {
-    {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
-    {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
-    {"operations", operations, METH_NOARGS, operations_doc},
-    {"constants", constants, METH_NOARGS, constants_doc},
+    {"datatypes", datatypes, METH_NOARGS, NULL},
+    {"set_datatype", set_datatype, METH_VARARGS, NULL},
+    {"operations", operations, METH_NOARGS, NULL},
+    {"constants", constants, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
