@@ -1,6 +1,7 @@
 /* For reports and timelines, and for the end of a program. Called under the GIL. */
 #include "python/helpers.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -115,20 +116,14 @@ static PyObject *finish_devices(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(a
   return without_gil(transport_finish);
 }
 
-/* Record operations from now on in this new file, of at most `limit` bytes. OSError: it cannot be written, or others
- * could replace it. */
+/* Record operations from now on in this new file, a descriptor, of at most `limit` bytes. OSError: it cannot be
+ * written. */
 static PyObject *open_timeline(PyObject *Py_UNUSED(self), PyObject *args) {
-  PyObject *folder;
-  const char *name, *reason;
+  int file;
   long long limit;
-  if (!PyArg_ParseTuple(args, "O&sL", PyUnicode_FSConverter, &folder, &name, &limit)) return NULL;
-  int error = timeline_open(PyBytes_AsString(folder), name, limit, &reason);
-  Py_DECREF(folder);
-  if (error == 0) Py_RETURN_NONE;
-  PyObject *values = Py_BuildValue("(is)", error, reason);
-  if (values != NULL) PyErr_SetObject(PyExc_OSError, values);
-  Py_XDECREF(values);
-  return NULL;
+  if (!PyArg_ParseTuple(args, "iL", &file, &limit)) return NULL;
+  if ((errno = timeline_open(file, limit)) != 0) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
 }
 
 /* Write a line into the timeline's file. */
