@@ -3,7 +3,6 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/job.h"
@@ -117,9 +116,7 @@ static PyObject *count_of(const struct memory *space) {
 static PyObject *has_flags(const struct memory *space) { return PyBool_FromLong(space->has_flags()); }
 
 /* Return {platform: None, or why its arrays cannot be communicated}. */
-static PyObject *drivers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  return of_devices(why_not, true);
-}
+static PyObject *drivers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return of_devices(why_not, true); }
 
 /* Return {platform: number of devices that this process may use}. For each platform whose driver is there; 0 where the
  * driver finds none or refuses. */
@@ -129,9 +126,7 @@ static PyObject *device_counts(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ar
 
 /* Return {platform: whether its driver has streams that wait for values in memory}. For each platform whose driver is
  * there. No device is asked. */
-static PyObject *flags(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  return of_devices(has_flags, false);
-}
+static PyObject *flags(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return of_devices(has_flags, false); }
 
 /* Return bool: whether this process has loaded the library of a driver. */
 static PyObject *driver_loaded(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
@@ -141,12 +136,8 @@ static PyObject *driver_loaded(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ar
 }
 
 PyMethodDef library_methods[] = {
-    {"load", load_library, METH_VARARGS, NULL},
-    {"ask_mpi", ask_mpi, METH_VARARGS, NULL},
-    {"handlers", handlers, METH_NOARGS, NULL},
-    {"drivers", drivers, METH_NOARGS, NULL},
-    {"device_counts", device_counts, METH_NOARGS, NULL},
-    {"flags", flags, METH_NOARGS, NULL},
-    {"driver_loaded", driver_loaded, METH_NOARGS, NULL},
-    {NULL, NULL, 0, NULL},
+    {"load", load_library, METH_VARARGS, NULL},          {"ask_mpi", ask_mpi, METH_VARARGS, NULL},
+    {"handlers", handlers, METH_NOARGS, NULL},           {"drivers", drivers, METH_NOARGS, NULL},
+    {"device_counts", device_counts, METH_NOARGS, NULL}, {"flags", flags, METH_NOARGS, NULL},
+    {"driver_loaded", driver_loaded, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL},
 };

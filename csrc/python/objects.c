@@ -2,7 +2,6 @@
 #include "python/helpers.h"
 
 #include <stdio.h>
-#include <string.h>
 
 #include "core/indices.h"
 #include "core/plan.h"
@@ -85,7 +84,8 @@ static PyObject *register_object(PyObject *Py_UNUSED(self), PyObject *args) {
   return number_of(registry_add((void *)address, NULL));
 }
 
-/* Read 64-bit integers and the stable key, which distinguishes an object from all others. False: an exception is set. */
+/* Read 64-bit integers and the stable key, which distinguishes an object from all others. False: an exception is set.
+ */
 static bool read_integers(PyObject *args, const int64_t **values, size_t *count, const char **stable_key) {
   const char *bytes;
   Py_ssize_t size;

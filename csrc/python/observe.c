@@ -35,14 +35,6 @@ static PyObject *add_site(PyObject *Py_UNUSED(self), PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* Report no operation from now on, however long it waits. */
-static PyObject *stop_watch(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  Py_BEGIN_ALLOW_THREADS;
-  watchdog_stop();
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
-}
-
 /* Report this thread from now on as waiting in what `text` names, on a communicator. `text`: a registered text. This
  * ends when the thread calls `leave` with the number. */
 static PyObject *enter(PyObject *Py_UNUSED(self), PyObject *args) {
@@ -84,16 +76,6 @@ static PyObject *failures(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) 
   return PyLong_FromLong(atomic_load(&runtime.failures));
 }
 
-/* Finish all messages of comparisons. */
-static PyObject *finish_comparisons(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  Py_BEGIN_ALLOW_THREADS;
-  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
-  agreement_finish();
-  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
-}
-
 /* Name on stderr the requests that were never waited for, and complete reductions in Python, for some seconds. Return
  * how many of these are still under way. */
 static PyObject *finish_requests(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
@@ -111,10 +93,18 @@ static PyObject *in_flight(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args))
   return PyLong_FromLongLong(count);
 }
 
-/* Wait for all work on devices, and give back their resources. */
-static PyObject *finish_devices(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  return without_gil(transport_finish);
+static void end_background(void) {
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  agreement_finish();
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  requests_finish();
+  transport_finish();
+  watchdog_stop();
 }
+
+/* Finish the messages of comparisons, the requests (as finish_requests) and the work on devices. From then on report no
+ * operation that waits. */
+static PyObject *release(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return without_gil(end_background); }
 
 /* Record operations from now on in this new file, a descriptor, of at most `limit` bytes. OSError: it cannot be
  * written. */
@@ -141,16 +131,14 @@ static PyObject *close_timeline(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(a
 
 PyMethodDef observe_methods[] = {
     {"add_site", add_site, METH_VARARGS, NULL},
-    {"stop_watch", stop_watch, METH_NOARGS, NULL},
     {"enter", enter, METH_VARARGS, NULL},
     {"leave", leave, METH_O, NULL},
     {"take_failure", take_failure, METH_NOARGS, NULL},
     {"write_job_file", write_job_file, METH_VARARGS, NULL},
     {"failures", failures, METH_NOARGS, NULL},
-    {"finish_comparisons", finish_comparisons, METH_NOARGS, NULL},
+    {"release", release, METH_NOARGS, NULL},
     {"finish_requests", finish_requests, METH_NOARGS, NULL},
     {"requests_in_flight", in_flight, METH_NOARGS, NULL},
-    {"finish_devices", finish_devices, METH_NOARGS, NULL},
     {"open_timeline", open_timeline, METH_VARARGS, NULL},
     {"note_in_timeline", note_in_timeline, METH_VARARGS, NULL},
     {"close_timeline", close_timeline, METH_NOARGS, NULL},

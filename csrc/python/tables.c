@@ -38,12 +38,10 @@ static PyObject *pairs(int count, const char *const names[], const char *const k
 }
 
 static PyObject *operation_row(const struct operation *row, const char *shown, int function) {
-  static const char *const roles[] = {
-      [ROLE_READ] = "read", [ROLE_WRITE] = "write", [ROLE_HOST_READ] = "host_read", [ROLE_HOST_WRITE] = "host_write"};
-  static const char *const lists[] = {[ROLE_READ] = "read_each",
-                                      [ROLE_WRITE] = "write_each",
-                                      [ROLE_HOST_READ] = "host_read_each",
-                                      [ROLE_HOST_WRITE] = "host_write_each"};
+  static const char *const roles[][2] = {[ROLE_READ] = {"read", "read_each"},
+                                         [ROLE_WRITE] = {"write", "write_each"},
+                                         [ROLE_HOST_READ] = {"host_read", "host_read_each"},
+                                         [ROLE_HOST_WRITE] = {"host_write", "host_write_each"}};
   static const char *const kinds[] = {[KIND_RANK] = "rank",           [KIND_TAG] = "tag",
                                       [KIND_OBJECT] = "object",       [KIND_OBJECT_OR_0] = "object_or_0",
                                       [KIND_REDUCTION] = "reduction", [KIND_DERIVATIVE] = "derivative",
@@ -53,7 +51,7 @@ static PyObject *operation_row(const struct operation *row, const char *shown, i
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;
-    of[i] = (row->buffers[i].each ? lists : roles)[row->buffers[i].role];
+    of[i] = roles[row->buffers[i].role][row->buffers[i].each];
   }
   PyObject *buffers = pairs(row->buffer_count, names, of);
   for (int i = 0; i < row->attribute_count; i++) {
@@ -107,7 +105,7 @@ static PyObject *names_tuple(const char *const names[]) {
  * from 0 on; PLAN_HEADER contains the names of the numbers with which a plan begins. Called after configure(most_tag=).
  * */
 static PyObject *constants(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  static const struct {
+  const struct {
     const char *name;
     int64_t value;
   } numbers[] = {
@@ -122,6 +120,8 @@ static PyObject *constants(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args))
       {"OTHER_ARRAYS", OTHER_ARRAYS},
       {"NAME_OF_DEFAULT", NAME_OF_DEFAULT},
       {"NAME_OF_WORLD", NAME_OF_WORLD},
+      {"FIRST_TAG_OF_PLANS", notices_tag()},
+      {"FIRST_TAG_OF_DERIVATIVES", derivatives_tag()},
   };
   static const struct {
     const char *name;
@@ -133,9 +133,6 @@ static PyObject *constants(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args))
     if (dict_put(result, numbers[i].name, PyLong_FromLongLong(numbers[i].value)) < 0) Py_CLEAR(result);
   for (size_t i = 0; result != NULL && i < sizeof lists / sizeof *lists; i++)
     if (dict_put(result, lists[i].name, names_tuple(lists[i].names)) < 0) Py_CLEAR(result);
-  if (result != NULL && (dict_put(result, "FIRST_TAG_OF_PLANS", PyLong_FromLong(notices_tag())) < 0 ||
-                         dict_put(result, "FIRST_TAG_OF_DERIVATIVES", PyLong_FromLong(derivatives_tag())) < 0))
-    Py_CLEAR(result);
   return result;
 }
 
