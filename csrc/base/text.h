@@ -31,10 +31,10 @@ __attribute__((format(printf, 2, 0))) void text_add_arguments(struct text *text,
 /* Append `count` characters. */
 void text_add_characters(struct text *text, const char *characters, size_t count);
 
-/* Empty a text, and keep the memory. */
-static inline void text_clear(struct text *text) {
-  text->length = 0, text->cut = false;
-  if (text->room > 0) *text->characters = '\0';
+/* Drop all but the first `length` characters, and keep the memory. */
+static inline void text_shorten(struct text *text, size_t length) {
+  text->length = length, text->cut = false;
+  if (text->room > 0) text->characters[length] = '\0';
 }
 
 #endif

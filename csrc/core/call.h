@@ -3,8 +3,6 @@
 #ifndef JAXMPI_CALL_H
 #define JAXMPI_CALL_H
 
-#include <time.h>
-
 #include "base/ffi.h"
 #include "base/memory.h"
 #include "core/objects.h"
@@ -61,7 +59,7 @@ struct call {
   struct {
     bool on;
     uint64_t number;
-    struct timespec start;
+    double start; /* by seconds_now */
   } log;
   struct {
     int from, tag;   /* sender and tag of the message that was received; `from` is -1 without one */

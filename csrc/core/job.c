@@ -26,18 +26,12 @@ bool job_has_folder(void) { return folder != NULL; }
 /* Its descriptor, or -1. It is not kept: a program may close it, and get its number for something else. */
 static int open_folder(void) { return folder != NULL ? open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1; }
 
-enum { NAME = 64 };
-
-static void name_of(char name[NAME], const char *kind, const char *end) {
-  snprintf(name, NAME, "%d.%s%s", runtime.rank, kind, end);
-}
-
 void job_tell(const char *kind, const char *content, size_t length) {
-  char name[NAME], draft[NAME];
+  char name[64], draft[70];
   int in = open_folder();
   if (in < 0) return;
-  name_of(name, kind, "");
-  name_of(draft, kind, ".draft");
+  snprintf(name, sizeof name, "%d.%s", runtime.rank, kind);
+  snprintf(draft, sizeof draft, "%s.draft", name);
   unlinkat(in, draft, 0); /* of a write that has failed */
   int file = openat(in, draft, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file >= 0) {

@@ -1,6 +1,5 @@
 #include "core/plan.h"
 
-#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,8 +1,6 @@
 /* The memory spaces that the package knows, and the handlers of operations for each.
  *
- * A space is a row in spaces.def and a file memory_NAME.c, which defines `memory_NAME` and the handlers. A body of mpi/
- * uses pointers that MPI accepts and knows nothing of devices: transport.c provides these pointers by the functions of
- * a space.
+ * A space is a row in spaces.def and a file memory_NAME.c, which defines `memory_NAME` and the handlers.
  *
  * Threads: memory_loaded and memory_open are called under the GIL, memory_handlers by any thread. */
 #ifndef JAXMPI_SPACES_H

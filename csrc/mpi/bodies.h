@@ -146,6 +146,18 @@ static inline void span_free(struct span *span) {
        first += count + (count == 0))
 #define FOR_CHUNKS(call, total, first, count) FOR_CHUNKS_OF(runtime.max_count, total, first, count)
 
+/* Reductions that are too long for MPI are put together from reductions of a part of a vector to one rank. */
+/* Reduce the elements of `in` from `first` on to `out` of the rank `root`. */
+static inline ffi_error *reduce_to(struct call *c, int root, const struct buffer *in, int64_t first, int64_t elements,
+                                   void *out, MPI_Op op) {
+  c->function = "MPI_Reduce";
+  FOR_CHUNKS(c, elements, i, n) {
+    void *to = root == c->comm->rank ? (char *)out + (size_t)i * in->type->bytes : NULL;
+    TRY(c, mpi.Reduce(buffer_at(in, first + i), to, (int)n, element(in->type), op, root, handle_of_comm(c->comm)));
+  }
+  return NULL;
+}
+
 static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
 
 /* The body of an operation. Each is defined in one of the sources that include this file. */

@@ -1,6 +1,6 @@
 /* The bodies of collectives that divide arrays along the first axis by counts of rows. Compiled once per ABI. */
 
-#include "mpi/reduce_to.h"
+#include "mpi/bodies.h"
 
 /* The parts of an array, one for each rank, one behind the other. The ranks have exchanged the counts. A negative
  * count, with no rows, says that a rank cannot do its part. All ranks still make the same calls of MPI. */

@@ -1,5 +1,5 @@
 /* The bodies of the collectives and of operations that do not communicate. Compiled once per ABI. */
-#include "mpi/reduce_to.h"
+#include "mpi/bodies.h"
 
 /* How many elements of an allreduce MPI gets at a time. For each call, the libraries take memory as long as the vector.
  * From some length on this is fresh memory of the system, which costs more than the sum. */

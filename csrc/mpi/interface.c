@@ -6,9 +6,11 @@
 #include "core/abi.h"
 #include "devices/transport.h"
 #include "execute/agreement.h"
-#include "mpi/complete.h"
+#include "mpi/match.h"
 #include "mpi/messages.h"
 #include "mpi/own.h"
+
+struct mpi_table mpi;
 
 static int keyval; /* attribute of a communicator: the struct communicator */
 

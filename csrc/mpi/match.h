@@ -1,12 +1,14 @@
-/* Matches messages: for the queue of receives, and for a thread that waits for one.
+/* Matches messages, for the queue of receives and for a thread that waits for one, and completes the MPI operations of
+ * a request.
  *
- * Threads: those that call bodies. Any thread that may call MPI calls probe_message, match_message and receive_message,
- * under the queue's lock. The other functions take that lock themselves. */
+ * Threads: those that call bodies, and of a request the one that has taken it. Any thread that may call MPI calls
+ * probe_message, match_message and receive_message, under the queue's lock. The other functions take that lock
+ * themselves. The thread of requests/progress.h also calls test_begun, under the lock of the table. */
 #ifndef JAXMPI_MATCH_H
 #define JAXMPI_MATCH_H
 
 #include "mpi/receive.h"
-#include "requests/queue.h"
+#include "requests/table.h"
 
 #define probe_message        ABI_LOCAL(probe_message)
 #define match_message        ABI_LOCAL(match_message)
@@ -14,6 +16,11 @@
 #define await_posted_message ABI_LOCAL(await_posted_message)
 #define await_match          ABI_LOCAL(await_match)
 #define add_unexpected       ABI_LOCAL(add_unexpected)
+#define test_handle          ABI_LOCAL(test_handle)
+#define test_begun           ABI_LOCAL(test_begun)
+#define complete_handles     ABI_LOCAL(complete_handles)
+#define complete_receive     ABI_LOCAL(complete_receive)
+#define note_code            ABI_LOCAL(note_code)
 
 /* See struct abi. */
 int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_info *info);
@@ -46,5 +53,21 @@ static inline ffi_error *await_message(struct call *call, int source, int tag, M
   PASS(add_unexpected(call, *message, status));
   return await_posted_message(call, source, tag, message, status);
 }
+
+/* Keep the first error. The other operations are completed all the same, because MPI may be using their memory. */
+void note_code(struct request *request, const char *function, int code);
+
+/* Return whether the operation of a handle is still under way. Let MPI progress. */
+bool test_handle(struct request *request, intptr_t *handle);
+
+/* Return whether an operation that a request has begun is still under way: see struct abi. */
+bool test_begun(struct request *request);
+
+/* Wait until the operations of all handles are done. */
+void complete_handles(struct request *request);
+
+/* Wait until the message of a receive has been received or is matched. False: it never will be. Then the error is
+ * noted, unless the communicator has been freed. */
+bool complete_receive(struct request *request, struct receive *receive);
 
 #endif

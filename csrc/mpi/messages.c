@@ -1,7 +1,6 @@
 #include "mpi/messages.h"
 
 #include "mpi/match.h"
-#include "requests/table.h"
 
 /* What is sent for a buffer: the buffer itself, or with JAXMPI_CHECK a copy behind a label. */
 struct parcel {

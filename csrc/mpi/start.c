@@ -1,5 +1,5 @@
 /* The bodies that start operations: see requests/table.h. Compiled once per ABI. */
-#include "mpi/complete.h"
+#include "mpi/match.h"
 #include "mpi/messages.h"
 
 /* End a request that MPI could not start completely. Return the error. */

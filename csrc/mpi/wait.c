@@ -2,7 +2,7 @@
 #include <sched.h>
 
 #include "execute/agreement.h"
-#include "mpi/complete.h"
+#include "mpi/match.h"
 #include "mpi/messages.h"
 #include "observe/timeline.h"
 #include "observe/watchdog.h"

@@ -12,14 +12,10 @@ void log_begin(struct call *call, const char *format, ...) {
   va_end(arguments);
   call->log.number = atomic_fetch_add(&runtime.calls, 1) + 1;
   fprintf(stderr, "r%d | %s %s token %012" PRIx64 "\n", runtime.rank, call->function, text, call->log.number);
-  clock_gettime(CLOCK_MONOTONIC, &call->log.start);
+  call->log.start = seconds_now();
 }
 
 void log_end(const struct call *call, bool failed) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  double seconds =
-      (double)(now.tv_sec - call->log.start.tv_sec) + 1e-9 * (double)(now.tv_nsec - call->log.start.tv_nsec);
   fprintf(stderr, "r%d | %s %s after %.2e s, token %012" PRIx64 "\n", runtime.rank, call->function,
-          failed ? "failed" : "done", seconds, call->log.number);
+          failed ? "failed" : "done", seconds_now() - call->log.start, call->log.number);
 }

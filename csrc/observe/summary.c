@@ -1,8 +1,6 @@
 #include "observe/summary.h"
 
 #include <inttypes.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +15,7 @@ struct call_site {
   char text[];
 };
 
-enum { BUCKETS = 256 };
+enum { BUCKETS = 256, MOST_CALL_SITES = 3 };
 
 static struct call_site *_Atomic sites[BUCKETS];
 
@@ -117,18 +115,13 @@ bool call_site_add(int row, const int64_t attributes[], int type, int64_t count,
   return true;
 }
 
-int call_sites_of(const int64_t summary[SUMMARY_WORDS], const char *texts[MOST_CALL_SITES]) {
+void summary_add_call_sites(struct text *text, const char *before, const int64_t summary[SUMMARY_WORDS]) {
   int count = 0;
   int least = summary_comm(summary)->chunk > 0 ? 0 : 1; /* calls in chunks have other counts */
   for (int exact = 1; exact >= least && count == 0; exact--)
     for (struct call_site *site = atomic_load(&sites[bucket_of(summary)]); site != NULL; site = site->next)
-      if (site_makes(site->summary, summary, exact) && count++ < MOST_CALL_SITES) texts[count - 1] = site->text;
-  return count;
-}
-
-void summary_add_call_sites(struct text *text, const char *before, const int64_t summary[SUMMARY_WORDS]) {
-  const char *texts[MOST_CALL_SITES];
-  int count = call_sites_of(summary, texts), more = count - MOST_CALL_SITES;
-  for (int i = 0; i < count && i < MOST_CALL_SITES; i++) text_add(text, "%s%s", i == 0 ? before : " or ", texts[i]);
+      if (site_makes(site->summary, summary, exact) && count++ < MOST_CALL_SITES)
+        text_add(text, "%s%s", count == 1 ? before : " or ", site->text);
+  int more = count - MOST_CALL_SITES;
   if (more > 0) text_add(text, " or %d more line%s", more, more > 1 ? "s" : "");
 }

@@ -39,13 +39,8 @@ const char *comm_name(const struct communicator *comm);
 /* Add a text like "bcast of 5 float32, root 2". */
 void summary_describe(struct text *text, const int64_t summary[SUMMARY_WORDS]);
 
-enum { MOST_CALL_SITES = 3 };
-
-/* Put the lines of the program that make calls with this summary into `texts`, at most MOST_CALL_SITES. The texts are
- * never freed. Return how many lines there are, which may be more. */
-int call_sites_of(const int64_t summary[SUMMARY_WORDS], const char *texts[MOST_CALL_SITES]);
-
-/* Add the lines of the program that make calls with this summary, with `before` in front; nothing if none is known. */
+/* Add the lines of the program that make calls with this summary, three at most, with `before` in front; nothing if
+ * none is known. */
 void summary_add_call_sites(struct text *text, const char *before, const int64_t summary[SUMMARY_WORDS]);
 
 /* Name a line of the program that makes calls with this operation and these attributes (numbers of objects as in

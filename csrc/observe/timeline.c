@@ -2,14 +2,12 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include "base/threads.h"
 #include "core/plan.h"
-#include "core/private.h"
 #include "observe/summary.h"
 
 /* An operation. The writer may read it when `block.count` is beyond it; all before `end` when `begin` is not 0. */
@@ -23,7 +21,7 @@ struct event {
   bool failed;
 };
 
-enum { EVENTS = 512, MOST_BLOCKS = 1024, LONG_NANOSECONDS = 1000000000, PAUSE_MILLISECONDS = 100 };
+enum { EVENTS = 512, MOST_BLOCKS = 1024, LONG_NANOSECONDS = 1000000000, PAUSE_MILLISECONDS = 100, FLUSHED = 1 << 16 };
 
 struct block {
   atomic_int count; /* events that are complete */
@@ -162,10 +160,13 @@ static struct {
   pthread_cond_t wake;
   bool closing;
   atomic_bool broken;
-  size_t length;
-  char text[1 << 16]; /* lines that are not in the file yet */
-  struct text line;   /* the next line, of any length: it contains names that the program gives */
-} writer = {.line = {.grows = true}, .file = -1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+  struct text lines; /* that are not in the file yet, of any length: they contain names that the program gives */
+  struct text sites; /* of the next line */
+} writer = {.lines = {.grows = true},
+            .sites = {.grows = true},
+            .file = -1,
+            .lock = PTHREAD_MUTEX_INITIALIZER,
+            .wake = PTHREAD_COND_INITIALIZER};
 
 /* Write whole lines at once, because notes may come between. Return an error number, or 0. */
 static int put_in_file(const char *text, size_t length) {
@@ -183,34 +184,16 @@ static int put_in_file(const char *text, size_t length) {
   return 0;
 }
 
-static void put_or_say(const char *text, size_t length) {
-  int error = put_in_file(text, length);
+static void flush_lines(void) {
+  int error = put_in_file(writer.lines.characters, writer.lines.length);
   if (error != 0 && atomic_exchange(&timeline_on, false))
     fprintf(stderr, "jaxmpi: rank %d cannot write its timeline any more: %s\n", runtime.rank, strerror(error));
+  text_shorten(&writer.lines, 0);
 }
 
-static void flush_lines(void) {
-  put_or_say(writer.text, writer.length);
-  writer.length = 0;
-}
-
-static void put_line(const struct text *line) {
-  if (line->cut || (writer.room -= (int64_t)line->length) < 0) {
-    atomic_store(&full, true);
-    atomic_fetch_add(&lost, 1);
-    return;
-  }
-  if (writer.length + line->length > sizeof writer.text) flush_lines();
-  if (line->length > sizeof writer.text) {
-    put_or_say(line->characters, line->length);
-    return;
-  }
-  memcpy(writer.text + writer.length, line->characters, line->length);
-  writer.length += line->length;
-}
-
-/* Add the contents of a JSON string. They may be any bytes of a file's name. */
-static void add_json(struct text *line, const char *string) {
+/* Add a JSON string. It may have any bytes of a file's name. */
+static void add_string(struct text *line, const char *name, const char *string) {
+  text_add(line, ",\"%s\":\"", name);
   while (*string != '\0') {
     size_t plain = 0;
     while ((unsigned char)string[plain] >= 0x20 && string[plain] != '"' && string[plain] != '\\') plain++;
@@ -220,23 +203,7 @@ static void add_json(struct text *line, const char *string) {
     text_add(line, (unsigned char)*string < 0x20 ? "\\u%04x" : "\\%c", *string);
     string++;
   }
-}
-
-static void add_string(struct text *line, const char *name, const char *string) {
-  text_add(line, ",\"%s\":\"", name);
-  add_json(line, string);
   text_add(line, "\"");
-}
-
-static void add_sites(struct text *line, const int64_t summary[SUMMARY_WORDS]) {
-  const char *texts[MOST_CALL_SITES];
-  int count = call_sites_of(summary, texts), more = count - MOST_CALL_SITES;
-  for (int i = 0; i < count && i < MOST_CALL_SITES; i++) {
-    text_add(line, i == 0 ? ",\"line\":\"" : " or ");
-    add_json(line, texts[i]);
-  }
-  if (more > 0) text_add(line, " or %d more line%s", more, more > 1 ? "s" : "");
-  if (count > 0) text_add(line, "\"");
 }
 
 static const char *event_name(const struct event *event) {
@@ -247,27 +214,10 @@ static void add_attribute(struct text *line, const struct event *event, int inde
   const struct operation *operation = &operation_table[event->summary[SUMMARY_ROW]];
   int64_t value = event->summary[SUMMARY_ATTRIBUTES + index];
   const char *name = operation->attributes[index].name;
-  switch (operation->attributes[index].kind) {
-    case KIND_RANK:
-    case KIND_TAG:
-      text_add(line, ",\"%s\":%" PRId64, name, value);
-      break;
-    case KIND_REDUCTION:
-      add_string(line, name, ((const struct reduction *)object_of(value))->name);
-      break;
-    case KIND_DERIVATIVE:
-      if (value != 0) add_string(line, name, derivative_name(value));
-      break;
-    case KIND_ADJOINT:
-    case KIND_LEAF:
-    case KIND_NUMBER:
-    case KIND_FUNCTION:
-    case KIND_PLAIN:
-    case KIND_OBJECT:
-    case KIND_OBJECT_OR_0:
-    case KIND_PLAN:
-      break;
-  }
+  enum attribute kind = operation->attributes[index].kind;
+  if (kind == KIND_RANK || kind == KIND_TAG) text_add(line, ",\"%s\":%" PRId64, name, value);
+  if (kind == KIND_REDUCTION) add_string(line, name, ((const struct reduction *)object_of(value))->name);
+  if (kind == KIND_DERIVATIVE && value != 0) add_string(line, name, derivative_name(value));
 }
 
 static void add_arguments(struct text *line, const struct event *event, bool complete) {
@@ -286,22 +236,29 @@ static void add_arguments(struct text *line, const struct event *event, bool com
   if (event->sent > 0) text_add(line, ",\"sent\":%" PRId64, event->sent);
   if (event->received > 0) text_add(line, ",\"received\":%" PRId64, event->received);
   if (complete && event->failed) text_add(line, ",\"failed\":true");
-  add_sites(line, event->summary);
+  text_shorten(&writer.sites, 0);
+  summary_add_call_sites(&writer.sites, "", event->summary);
+  if (writer.sites.length > 0) add_string(line, "line", writer.sites.characters);
   text_add(line, "}");
 }
 
 /* Write the line of an event. Phases: B, the beginning of a long event, and later E, the end; otherwise X, both. */
 static void put_event(const struct event *event, int track, char phase) {
-  struct text *line = &writer.line;
+  struct text *line = &writer.lines;
+  size_t before = line->length;
   int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire), at = phase == 'E' ? event->end : begin;
-  text_clear(line);
   text_add(line, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d", event_name(event),
            phase, runtime.rank, track, at / 1000, (int)(at % 1000));
   int64_t duration = phase == 'X' ? event->end - begin : 0;
   if (phase == 'X') text_add(line, ",\"dur\":%" PRId64 ".%03d", duration / 1000, (int)(duration % 1000));
   add_arguments(line, event, phase != 'B');
   text_add(line, "},\n");
-  put_line(line);
+  if (line->cut || (writer.room -= (int64_t)(line->length - before)) < 0) {
+    text_shorten(line, before);
+    atomic_store(&full, true);
+    atomic_fetch_add(&lost, 1);
+  }
+  if (line->length > FLUSHED) flush_lines();
 }
 
 /* Write the complete events, and the beginning of a long one. If a process is killed in it, that is the last line. */
@@ -345,24 +302,11 @@ static void *write_until_closed(void *unused) {
   return unused;
 }
 
-/* Create a new file. Return an error number, or 0. */
-static int create_file(const char *path, const char *name, const char **reason) {
-  int folder = private_folder(path, reason);
-  if (folder < 0) return errno;
-  writer.file = private_create(folder, name, 0644);
-  int error = writer.file < 0 ? errno : 0;
-  close(folder);
-  *reason = strerror(error);
-  return error;
-}
-
-int timeline_open(const char *folder, const char *name, int64_t limit, const char **reason) {
+int timeline_open(int file, int64_t limit) {
   static bool begun;
-  *reason = strerror(EAGAIN);
-  if (!begun && !thread_records_begin(&records, sizeof(struct track))) return EAGAIN;
-  begun = true;
-  int error = create_file(folder, name, reason);
-  if (error != 0) return error;
+  int error = begun || thread_records_begin(&records, sizeof(struct track)) ? 0 : EAGAIN;
+  begun |= error == 0;
+  writer.file = file;
   writer.room = limit;
   writer.process = getpid();
   writer.closing = false;
@@ -370,12 +314,11 @@ int timeline_open(const char *folder, const char *name, int64_t limit, const cha
   atomic_store(&lost, 0);
   atomic_store(&full, false);
   writer.broken = false;
-  error = put_in_file("[\n", 2);
+  if (error == 0) error = put_in_file("[\n", 2);
   if (error == 0) {
     atomic_store(&timeline_on, true);
     error = thread_start(&writer.thread, write_until_closed);
   }
-  *reason = strerror(error);
   if (error == 0) return 0;
   atomic_store(&timeline_on, false);
   close(writer.file);

@@ -13,9 +13,9 @@
 
 #include "core/call.h"
 
-/* Record operations from now on, in a new file of at most `limit` bytes: private_create. Return 0, or an error number
- * of the system, with a text that is never freed. */
-int timeline_open(const char *folder, const char *name, int64_t limit, const char **reason);
+/* Record operations from now on, in a new file of at most `limit` bytes, by the descriptor, which is closed after an
+ * error and at the end. It appends, because notes may come between. Return 0, or an error number of the system. */
+int timeline_open(int file, int64_t limit);
 
 /* Write a line into the file: an event, with the comma and the line's end. */
 void timeline_note(const char *line);

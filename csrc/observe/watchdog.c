@@ -3,9 +3,6 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include "base/threads.h"
@@ -138,33 +135,30 @@ static void answer_launcher(void) {
   job_tell("state", text.characters, text.length);
 }
 
-/* Report a wait on stderr and to the launcher. Add the text to `report`. */
-static void report_wait(const struct watched *record, double seconds, struct text *report) {
+/* Report a wait on stderr and to the launcher, by a text that is empty before. */
+static void report_wait(const struct watched *record, double seconds, struct text *text) {
   int64_t summary[SUMMARY_WORDS];
   if (!read_words(record, summary)) return;
-  char characters[TEXT_BYTES];
-  struct text text = text_in(characters, sizeof characters);
   const struct communicator *comm = summary_comm(summary);
-  text_add(&text, "jaxmpi: rank %d has been waiting for %.3g s in ", runtime.rank, seconds);
-  summary_describe(&text, summary);
-  text_add(&text, ", as rank %d of %d on %s (operation %" PRIu64 " of its thread)", comm->rank, comm->size,
+  text_add(text, "jaxmpi: rank %d has been waiting for %.3g s in ", runtime.rank, seconds);
+  summary_describe(text, summary);
+  text_add(text, ", as rank %d of %d on %s (operation %" PRIu64 " of its thread)", comm->rank, comm->size,
            comm_name(comm), count_of(record));
-  summary_add_call_sites(&text, "; called at ", summary);
-  add_place(&text, "; ");
-  if (action == ACTION_ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
-  say_report(&text);
-  job_tell("report", text.characters, text.length);
-  text_add(report, "%s", text.characters);
+  summary_add_call_sites(text, "; called at ", summary);
+  add_place(text, "; ");
+  if (action == ACTION_ABORT) text_add(text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
+  say_report(text);
+  job_tell("report", text->characters, text->length);
 }
 
 /* Report an operation once, and report it again when it has ended after all. */
 static void check_record(struct watched *record) {
   uint64_t number = atomic_load_explicit(&record->number, memory_order_acquire);
   double time = seconds_now(), seconds = time - record->since;
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
   if (number != record->seen) {
     if (record->reported) {
-      char characters[TEXT_BYTES];
-      struct text text = text_in(characters, sizeof characters);
       text_add(&text, "jaxmpi: rank %d is done with operation %" PRIu64 " after %.3g s", runtime.rank, count_of(record),
                seconds);
       say_report(&text);
@@ -176,17 +170,14 @@ static void check_record(struct watched *record) {
   } else if (number % 2 == 1 && !record->reported && seconds >= limit) {
     record->reported = true;
     atomic_fetch_add(&waiting, 1);
-    char characters[TEXT_BYTES];
-    struct text report_text = text_in(characters, sizeof characters);
-    report_wait(record, seconds, &report_text);
+    report_wait(record, seconds, &text);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* fewer reports for a program that often waits this long */
     if (action != ACTION_ABORT) return;
-    for (int i = 0; i < SECONDS_FOR_OTHERS * 10;
-         i++) { /* until others have reported, and the launcher has made a table */
+    for (int i = 0; i < SECONDS_FOR_OTHERS * 10; i++) { /* others report, and the launcher makes a table */
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer_launcher();
     }
-    job_end(report_text.length > 0 ? report_text.characters : "an operation waits");
+    job_end(text.length > 0 ? text.characters : "an operation waits");
   }
 }
 

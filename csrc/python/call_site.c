@@ -7,7 +7,7 @@
  * that of the thread that imported the package.
  */
 #define _GNU_SOURCE
-#include "python/call_site.h"
+#include "python/methods.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -36,8 +36,7 @@ static struct {
 } question = {.lock = PTHREAD_MUTEX_INITIALIZER, .come = PTHREAD_COND_INITIALIZER};
 
 /* The interpreter calls this in the main thread, soon after it was asked to. */
-static int note_main_thread(void *unused) {
-  (void)unused;
+static int note_main_thread(void *Py_UNUSED(unused)) {
   atomic_store(&main_thread, PyThreadState_Get());
   return 0;
 }
@@ -124,13 +123,10 @@ static void find_call_site(char *text, size_t size) {
   if (!ask_python(text, size)) read_frames(text, size);
 }
 
-const char call_site_watch_doc[] =
-    "watch(seconds, action, where, packages)\n\n"
-    "Report an operation that waits longer, from now on; with `action` 1 the job ends. `where` returns the line of the "
-    "program, and is called in another thread. Files whose names begin with one of `packages`, at most 8, are not the "
-    "program's.";
-PyObject *call_site_watch(PyObject *self, PyObject *args) {
-  (void)self;
+/* watch(seconds, action, where, packages): report an operation that waits longer, from now on; with `action` 1 the job
+ * ends. `where` returns the line of the program, and is called in another thread. Files whose names begin with one of
+ * `packages`, at most 8, are not the program's. The main thread calls it as it imports the package. */
+static PyObject *watch(PyObject *Py_UNUSED(self), PyObject *args) {
   double seconds;
   int action;
   PyObject *where, *packages;
@@ -152,3 +148,5 @@ PyObject *call_site_watch(PyObject *self, PyObject *args) {
   watchdog_configure(seconds, (enum action)action, find_call_site);
   Py_RETURN_NONE;
 }
+
+PyMethodDef call_site_methods[] = {{"watch", watch, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};

@@ -23,6 +23,8 @@ struct communicator *communicator_at(long long number) {
   return comm;
 }
 
+PyObject *number_of(int64_t number) { return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory(); }
+
 PyObject *without_gil(void (*function)(void)) {
   PyThreadState *state = PyEval_SaveThread();
   function();

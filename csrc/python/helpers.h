@@ -23,6 +23,9 @@ PyObject *raise_mpi_error(int code);
 /* Return the communicator with this number; NULL with an exception set: there is none. */
 struct communicator *communicator_at(long long number);
 
+/* Return the number of an object in the registry. NULL with an exception set: it is 0, because there is no memory. */
+PyObject *number_of(int64_t number);
+
 /* Call a function without the GIL. Return None. */
 PyObject *without_gil(void (*function)(void));
 

@@ -3,7 +3,6 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/job.h"
@@ -19,13 +18,9 @@ static void leave_job(void) {
   if (runtime.self != NULL) atomic_store(&runtime.self->freed, true);
 }
 
-PyDoc_STRVAR(
-    load_doc,
-    "load(path, key) -> (abi, version, library)\n\n"
-    "Bind the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this "
-    "process in the registry.");
-static PyObject *load_library(PyObject *self, PyObject *args) {
-  (void)self;
+/* Bind the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this process in
+ * the registry. */
+static PyObject *load_library(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *path;
   unsigned long long key;
   if (!PyArg_ParseTuple(args, "sK", &path, &key)) return NULL;
@@ -62,11 +57,8 @@ static PyObject *load_library(PyObject *self, PyObject *args) {
   return Py_BuildValue("sss", abi->name, version, file);
 }
 
-PyDoc_STRVAR(ask_mpi_doc,
-             "ask_mpi(function[, kind]) -> bool, or None where the MPI library has no such function\n\n"
-             "Call int function(void), or, with `kind`, int function(int kind, int *answer).");
-static PyObject *ask_mpi(PyObject *self, PyObject *args) {
-  (void)self;
+/* Call int function(void), or, with `kind`, int function(int kind, int *answer). */
+static PyObject *ask_mpi(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *name;
   int kind = -1, answer = 0;
   if (!PyArg_ParseTuple(args, "s|i", &name, &kind) || !is_loaded()) return NULL;
@@ -93,11 +85,8 @@ static PyObject *handlers_of(const struct memory *memory) {
   return result;
 }
 
-PyDoc_STRVAR(handlers_doc,
-             "handlers() -> {platform: {name: capsule}}, for registration with XLA\n\n"
-             "For each platform whose driver is there.");
-static PyObject *handlers(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return {platform: {name: capsule}}, for registration with XLA. For each platform whose driver is there. */
+static PyObject *handlers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   if (!is_loaded()) return NULL;
   PyObject *result = PyDict_New();
   for (size_t i = 0; result != NULL && memory_spaces[i] != NULL; i++)
@@ -126,43 +115,29 @@ static PyObject *count_of(const struct memory *space) {
 
 static PyObject *has_flags(const struct memory *space) { return PyBool_FromLong(space->has_flags()); }
 
-PyDoc_STRVAR(drivers_doc, "drivers() -> {platform: None, or why its arrays cannot be communicated}");
-static PyObject *drivers(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
-  return of_devices(why_not, true);
-}
+/* Return {platform: None, or why its arrays cannot be communicated}. */
+static PyObject *drivers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return of_devices(why_not, true); }
 
-PyDoc_STRVAR(device_counts_doc,
-             "device_counts() -> {platform: number of devices that this process may use}\n\n"
-             "For each platform whose driver is there; 0 where the driver finds none or refuses.");
-static PyObject *device_counts(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return {platform: number of devices that this process may use}. For each platform whose driver is there; 0 where the
+ * driver finds none or refuses. */
+static PyObject *device_counts(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   return of_devices(count_of, false);
 }
 
-PyDoc_STRVAR(flags_doc,
-             "flags() -> {platform: whether its driver has streams that wait for values in memory}\n\n"
-             "For each platform whose driver is there. No device is asked.");
-static PyObject *flags(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
-  return of_devices(has_flags, false);
-}
+/* Return {platform: whether its driver has streams that wait for values in memory}. For each platform whose driver is
+ * there. No device is asked. */
+static PyObject *flags(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return of_devices(has_flags, false); }
 
-PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
-static PyObject *driver_loaded(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return bool: whether this process has loaded the library of a driver. */
+static PyObject *driver_loaded(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   bool loaded = false;
   for (const struct memory *const *space = memory_spaces; *space != NULL; space++) loaded |= memory_loaded(*space);
   return PyBool_FromLong(loaded);
 }
 
 PyMethodDef library_methods[] = {
-    {"load", load_library, METH_VARARGS, load_doc},
-    {"ask_mpi", ask_mpi, METH_VARARGS, ask_mpi_doc},
-    {"handlers", handlers, METH_NOARGS, handlers_doc},
-    {"drivers", drivers, METH_NOARGS, drivers_doc},
-    {"device_counts", device_counts, METH_NOARGS, device_counts_doc},
-    {"flags", flags, METH_NOARGS, flags_doc},
-    {"driver_loaded", driver_loaded, METH_NOARGS, driver_loaded_doc},
-    {NULL, NULL, 0, NULL},
+    {"load", load_library, METH_VARARGS, NULL},          {"ask_mpi", ask_mpi, METH_VARARGS, NULL},
+    {"handlers", handlers, METH_NOARGS, NULL},           {"drivers", drivers, METH_NOARGS, NULL},
+    {"device_counts", device_counts, METH_NOARGS, NULL}, {"flags", flags, METH_NOARGS, NULL},
+    {"driver_loaded", driver_loaded, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL},
 };

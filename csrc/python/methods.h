@@ -11,5 +11,7 @@ extern PyMethodDef tables_methods[];
 extern PyMethodDef library_methods[];
 extern PyMethodDef observe_methods[];
 extern PyMethodDef sharded_methods[];
+extern PyMethodDef runtime_token_methods[];
+extern PyMethodDef call_site_methods[];
 
 #endif

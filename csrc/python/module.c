@@ -1,17 +1,9 @@
 /* The Python module jaxmpi._core. Nothing here communicates. The source of each topic has the functions. */
-#include "python/call_site.h"
 #include "python/methods.h"
-#include "python/runtime_token.h"
-
-static PyMethodDef of_calls[] = {
-    {"make_call", runtime_token_make_call, METH_VARARGS, runtime_token_make_call_doc},
-    {"watch", call_site_watch, METH_VARARGS, call_site_watch_doc},
-    {NULL, NULL, 0, NULL},
-};
 
 static int add_functions(PyObject *module) {
-  PyMethodDef *const topics[] = {library_methods, tables_methods,  settings_methods, objects_methods,
-                                 observe_methods, sharded_methods, of_calls};
+  PyMethodDef *const topics[] = {library_methods, tables_methods,  settings_methods,      objects_methods,
+                                 observe_methods, sharded_methods, runtime_token_methods, call_site_methods};
   int code = 0;
   for (size_t i = 0; i < sizeof topics / sizeof *topics && code == 0; i++)
     code = PyModule_AddFunctions(module, topics[i]);

@@ -2,8 +2,6 @@
 #include "python/helpers.h"
 
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "core/indices.h"
 #include "core/plan.h"
@@ -18,9 +16,8 @@ static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *
   return reduction != NULL ? PyLong_FromLongLong(reduction->number) : PyErr_NoMemory();
 }
 
-PyDoc_STRVAR(own_operations_doc, "own_operations(dtype) -> {name: number}, our own reductions of this dtype");
-static PyObject *own_operations(PyObject *self, PyObject *args) {
-  (void)self;
+/* Return {name: number}, our own reductions of this dtype. */
+static PyObject *own_operations(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *dtype;
   intptr_t handles[4];
   if (!PyArg_ParseTuple(args, "s", &dtype) || !is_loaded()) return NULL;
@@ -37,13 +34,9 @@ static PyObject *own_operations(PyObject *self, PyObject *args) {
   return result;
 }
 
-PyDoc_STRVAR(
-    reduction_doc,
-    "reduction(handle, name[, address, width]) -> number\n\n"
-    "Register an operation of MPI, the same in each run, or of a user. For a user's: `address` and `width` are the "
-    "address and the bytes of the handle in the user's object, which must stay for ever.");
-static PyObject *reduction(PyObject *self, PyObject *args) {
-  (void)self;
+/* Register an operation of MPI, the same in each run, or of a user. For a user's: `address` and `width` are the address
+ * and the bytes of the handle in the user's object, which must stay for ever. */
+static PyObject *reduction(PyObject *Py_UNUSED(self), PyObject *args) {
   Py_ssize_t handle, address = 0;
   const char *name;
   int width = 0;
@@ -52,13 +45,9 @@ static PyObject *reduction(PyObject *self, PyObject *args) {
                           width);
 }
 
-PyDoc_STRVAR(
-    communicator_doc,
-    "communicator(handle[, stable_key]) -> (number, rank, size), or None for an inter-communicator\n\n"
-    "The lasting number of the communicator; a recycled handle has another. `stable_key` distinguishes it from all "
-    "others, and is the same in each run.");
-static PyObject *communicator(PyObject *self, PyObject *args) {
-  (void)self;
+/* The lasting number of the communicator; a recycled handle has another. `stable_key` distinguishes it from all others,
+ * and is the same in each run. */
+static PyObject *communicator(PyObject *Py_UNUSED(self), PyObject *args) {
   Py_ssize_t handle;
   const char *stable_key = NULL;
   struct communicator *comm;
@@ -76,10 +65,8 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   return Py_BuildValue("(Lii)", (long long)comm->number, comm->rank, comm->size);
 }
 
-PyDoc_STRVAR(take_freed_doc,
-             "take_freed() -> the numbers of the communicators that have been freed since the last call");
-static PyObject *take_freed(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return the numbers of the communicators that have been freed since the last call. */
+static PyObject *take_freed(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   PyObject *numbers = PyList_New(0);
   struct communicator *comm = atomic_exchange(&runtime.freed, NULL);
   for (; numbers != NULL && comm != NULL; comm = comm->next_freed) {
@@ -90,70 +77,59 @@ static PyObject *take_freed(PyObject *self, PyObject *args) {
   return numbers;
 }
 
-PyDoc_STRVAR(register_doc,
-             "register(address) -> number\n\nRegister an MPI_Status or a text, which must stay for ever.");
-static PyObject *register_object(PyObject *self, PyObject *args) {
-  (void)self;
+/* Register an MPI_Status or a text, which must stay for ever. */
+static PyObject *register_object(PyObject *Py_UNUSED(self), PyObject *args) {
   Py_ssize_t address;
   if (!PyArg_ParseTuple(args, "n", &address)) return NULL;
-  int64_t number = registry_add((void *)address, NULL);
-  return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
+  return number_of(registry_add((void *)address, NULL));
 }
 
-PyDoc_STRVAR(
-    plan_doc,
-    "plan(numbers, stable_key) -> number\n\n"
-    "Make the plan that these bytes describe: 64-bit integers in the order of plan.c. The stable key distinguishes it "
-    "from all others.");
-static PyObject *make_plan(PyObject *self, PyObject *args) {
-  (void)self;
-  const char *bytes, *stable_key;
+/* Read 64-bit integers and the stable key, which distinguishes an object from all others. False: an exception is set.
+ */
+static bool read_integers(PyObject *args, const int64_t **values, size_t *count, const char **stable_key) {
+  const char *bytes;
   Py_ssize_t size;
-  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &stable_key)) return NULL;
-  int64_t *numbers = malloc((size_t)size + 1), number = 0;
-  if (numbers == NULL) return PyErr_NoMemory();
-  memcpy(numbers, bytes, (size_t)size);
-  struct plan *plan = plan_make(numbers, (size_t)size / sizeof *numbers);
-  free(numbers);
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, stable_key)) return false;
+  *values = (const int64_t *)(const void *)bytes;
+  *count = (size_t)size / sizeof **values;
+  if ((uintptr_t)bytes % sizeof **values == 0) return true;
+  PyErr_SetString(PyExc_ValueError, "the numbers do not lie as 64-bit integers do");
+  return false;
+}
+
+/* Make the plan that these integers describe, in the order of plan.c. Return the number. */
+static PyObject *make_plan(PyObject *Py_UNUSED(self), PyObject *args) {
+  const int64_t *values;
+  const char *stable_key;
+  size_t count;
+  if (!read_integers(args, &values, &count, &stable_key)) return NULL;
+  struct plan *plan = plan_make(values, count);
   if (plan == NULL) return PyErr_Format(PyExc_ValueError, "these numbers describe no plan, or there is no memory");
-  if ((number = registry_add(plan, stable_key)) == 0) return PyErr_NoMemory();
-  return PyLong_FromLongLong(number);
+  return number_of(registry_add(plan, stable_key));
 }
 
-PyDoc_STRVAR(
-    indices_doc,
-    "indices(values, stable_key) -> number\n\n"
-    "Make a list of indices from these bytes, 64-bit integers. The stable key distinguishes it from all others.");
-static PyObject *make_indices(PyObject *self, PyObject *args) {
-  (void)self;
-  const char *bytes, *stable_key;
-  Py_ssize_t size;
-  int64_t number;
-  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &stable_key)) return NULL;
-  if ((uintptr_t)bytes % sizeof number != 0)
-    return PyErr_Format(PyExc_ValueError, "the indices do not lie as 64-bit integers do");
-  struct indices *list = indices_make((const int64_t *)(const void *)bytes, (size_t)size / sizeof number);
+/* Make a list of indices. Return the number. */
+static PyObject *make_indices(PyObject *Py_UNUSED(self), PyObject *args) {
+  const int64_t *values;
+  const char *stable_key;
+  size_t count;
+  if (!read_integers(args, &values, &count, &stable_key)) return NULL;
+  struct indices *list = indices_make(values, count);
   if (list == NULL) return PyErr_Format(PyExc_ValueError, "an index is negative, or there is no memory");
-  if ((number = registry_add(list, stable_key)) == 0) return PyErr_NoMemory();
-  return PyLong_FromLongLong(number);
+  return number_of(registry_add(list, stable_key));
 }
 
-PyDoc_STRVAR(reserve_doc, "reserve(stable_key)\n\nKeep a number for the communicator with this stable key.");
-static PyObject *reserve(PyObject *self, PyObject *args) {
-  (void)self;
+/* Keep a number for the communicator with this stable key. */
+static PyObject *reserve(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *stable_key;
   if (!PyArg_ParseTuple(args, "s", &stable_key)) return NULL;
   if (registry_reserve(stable_key) == 0) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    compare_doc,
-    "compare(comm, calls, name, ranks)\n\n"
-    "Let the ranks of this communicator compare so many of the next collectives. All arguments are the same on all of\n"
-    "them. `name`: 0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
-static PyObject *compare(PyObject *self, PyObject *args) {
-  (void)self;
+/* Let the ranks of this communicator compare so many of the next collectives. All arguments are the same on all of
+ * them. `name`: 0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers. */
+static PyObject *compare(PyObject *Py_UNUSED(self), PyObject *args) {
   long long number, calls, name;
   const char *ranks;
   Py_ssize_t bytes;
@@ -167,12 +143,9 @@ static PyObject *compare(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(give_up_doc,
-             "give_up(number) -> int\n\n"
-             "End all work on a revoked communicator: its calls raise, as if it were freed, and its requests are given "
-             "up. Returns how many.");
-static PyObject *give_up(PyObject *self, PyObject *args) {
-  (void)self;
+/* End all work on a revoked communicator: its calls raise, as if it were freed, and its requests are given up. Returns
+ * how many. */
+static PyObject *give_up(PyObject *Py_UNUSED(self), PyObject *args) {
   long long number;
   if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
   struct communicator *comm = communicator_at(number);
@@ -186,15 +159,15 @@ static PyObject *give_up(PyObject *self, PyObject *args) {
 }
 
 PyMethodDef objects_methods[] = {
-    {"own_operations", own_operations, METH_VARARGS, own_operations_doc},
-    {"reduction", reduction, METH_VARARGS, reduction_doc},
-    {"communicator", communicator, METH_VARARGS, communicator_doc},
-    {"take_freed", take_freed, METH_NOARGS, take_freed_doc},
-    {"register", register_object, METH_VARARGS, register_doc},
-    {"plan", make_plan, METH_VARARGS, plan_doc},
-    {"indices", make_indices, METH_VARARGS, indices_doc},
-    {"give_up", give_up, METH_VARARGS, give_up_doc},
-    {"reserve", reserve, METH_VARARGS, reserve_doc},
-    {"compare", compare, METH_VARARGS, compare_doc},
+    {"own_operations", own_operations, METH_VARARGS, NULL},
+    {"reduction", reduction, METH_VARARGS, NULL},
+    {"communicator", communicator, METH_VARARGS, NULL},
+    {"take_freed", take_freed, METH_NOARGS, NULL},
+    {"register", register_object, METH_VARARGS, NULL},
+    {"plan", make_plan, METH_VARARGS, NULL},
+    {"indices", make_indices, METH_VARARGS, NULL},
+    {"give_up", give_up, METH_VARARGS, NULL},
+    {"reserve", reserve, METH_VARARGS, NULL},
+    {"compare", compare, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,6 +1,7 @@
 /* For reports and timelines, and for the end of a program. Called under the GIL. */
 #include "python/helpers.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,12 +16,9 @@
 #include "python/methods.h"
 #include "requests/table.h"
 
-PyDoc_STRVAR(add_site_doc,
-             "add_site(operation, attributes, type, count, text)\n\n"
-             "Name a line of the program that makes calls like this: `attributes` as in compiled programs, and the "
-             "code and the number of elements of the first array, -1 and 0 without one.");
-static PyObject *add_site(PyObject *self, PyObject *args) {
-  (void)self;
+/* Name a line of the program that makes calls like this: `attributes` as in compiled programs, and the code and the
+ * number of elements of the first array, -1 and 0 without one. */
+static PyObject *add_site(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *name, *text;
   PyObject *values;
   int type, row = 0;
@@ -37,22 +35,9 @@ static PyObject *add_site(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(stop_watch_doc, "stop_watch()\n\nReport no operation from now on, however long it waits.");
-static PyObject *stop_watch(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
-  Py_BEGIN_ALLOW_THREADS;
-  watchdog_stop();
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(
-    enter_doc,
-    "enter(comm, text) -> number\n\n"
-    "Report this thread from now on as waiting in what `text` names, on a communicator. `text`: a registered text. "
-    "This ends when the thread calls `leave` with the number.");
-static PyObject *enter(PyObject *self, PyObject *args) {
-  (void)self;
+/* Report this thread from now on as waiting in what `text` names, on a communicator. `text`: a registered text. This
+ * ends when the thread calls `leave` with the number. */
+static PyObject *enter(PyObject *Py_UNUSED(self), PyObject *args) {
   long long comm, text;
   if (!PyArg_ParseTuple(args, "LL", &comm, &text)) return NULL;
   const void *objects[] = {registry_at(comm), registry_at(text)};
@@ -61,20 +46,16 @@ static PyObject *enter(PyObject *self, PyObject *args) {
   return PyLong_FromVoidPtr(watchdog_begin_summary(summary, (int)(sizeof summary / sizeof *summary)));
 }
 
-PyDoc_STRVAR(leave_doc, "leave(number)\n\nEnd the wait that `enter` began.");
-static PyObject *leave(PyObject *self, PyObject *number) {
-  (void)self;
+/* End the wait that `enter` began. */
+static PyObject *leave(PyObject *Py_UNUSED(self), PyObject *number) {
   void *record = PyLong_AsVoidPtr(number);
   if (PyErr_Occurred()) return NULL;
   watchdog_end(record);
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(take_failure_doc,
-             "take_failure() -> str or None\n\n"
-             "Return the error of an operation that ended after its call had returned, if it has not been raised yet.");
-static PyObject *take_failure(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return the error of an operation that ended after its call had returned, if it has not been raised yet. */
+static PyObject *take_failure(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   struct failure *failure = failure_take();
   if (failure == NULL) Py_RETURN_NONE;
   PyObject *text = PyUnicode_DecodeUTF8(failure->text, (Py_ssize_t)strlen(failure->text), "replace");
@@ -82,111 +63,84 @@ static PyObject *take_failure(PyObject *self, PyObject *args) {
   return text;
 }
 
-PyDoc_STRVAR(
-    write_job_file_doc,
-    "write_job_file(kind, text) -> bool\n\nLeave a file RANK.kind in the launcher's folder: core/job.h. False: there "
-    "is no folder.");
-static PyObject *write_job_file(PyObject *self, PyObject *args) {
-  (void)self;
+/* Leave a file RANK.kind in the launcher's folder: core/job.h. False: there is no folder. */
+static PyObject *write_job_file(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *kind, *text;
   if (!PyArg_ParseTuple(args, "ss", &kind, &text)) return NULL;
   job_tell(kind, text, strlen(text));
   return PyBool_FromLong(job_has_folder());
 }
 
-PyDoc_STRVAR(failures_doc, "failures() -> int\n\nReturn how many operations have failed so far.");
-static PyObject *failures(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
+/* Return how many operations have failed so far. */
+static PyObject *failures(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   return PyLong_FromLong(atomic_load(&runtime.failures));
 }
 
-PyDoc_STRVAR(finish_comparisons_doc, "finish_comparisons()\n\nFinish all messages of comparisons.");
-static PyObject *finish_comparisons(PyObject *self, PyObject *unused) {
-  (void)self, (void)unused;
-  Py_BEGIN_ALLOW_THREADS;
-  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
-  agreement_finish();
-  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
-  Py_END_ALLOW_THREADS;
-  Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(finish_requests_doc,
-             "finish_requests() -> n\n\n"
-             "Name on stderr the requests that were never waited for, and complete reductions in Python, for some "
-             "seconds. Return how many of these are still under way.");
-static PyObject *finish_requests(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Name on stderr the requests that were never waited for, and complete reductions in Python, for some seconds. Return
+ * how many of these are still under way. */
+static PyObject *finish_requests(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   PyThreadState *state = PyEval_SaveThread();
   int64_t under_way = requests_finish();
   PyEval_RestoreThread(state);
   return PyLong_FromLongLong(under_way);
 }
 
-PyDoc_STRVAR(requests_in_flight_doc,
-             "requests_in_flight() -> n\n\nReturn how many operations have been started and not waited for.");
-static PyObject *in_flight(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return how many operations have been started and not waited for. */
+static PyObject *in_flight(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   PyThreadState *state = PyEval_SaveThread(); /* a reduction in Python may need the GIL to continue */
   int64_t count = requests_in_flight();
   PyEval_RestoreThread(state);
   return PyLong_FromLongLong(count);
 }
 
-PyDoc_STRVAR(finish_devices_doc, "finish_devices()\n\nWait for all work on devices, and give back their resources.");
-static PyObject *finish_devices(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
-  return without_gil(transport_finish);
+static void end_background(void) {
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  agreement_finish();
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  requests_finish();
+  transport_finish();
+  watchdog_stop();
 }
 
-PyDoc_STRVAR(open_timeline_doc,
-             "open_timeline(folder, name, limit)\n\n"
-             "Record operations from now on in this new file, of at most `limit` bytes. OSError: it cannot be written, "
-             "or others could replace it.");
-static PyObject *open_timeline(PyObject *self, PyObject *args) {
-  (void)self;
-  PyObject *folder;
-  const char *name, *reason;
+/* Finish the messages of comparisons, the requests (as finish_requests) and the work on devices. From then on report no
+ * operation that waits. */
+static PyObject *release(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return without_gil(end_background); }
+
+/* Record operations from now on in this new file, a descriptor, of at most `limit` bytes. OSError: it cannot be
+ * written. */
+static PyObject *open_timeline(PyObject *Py_UNUSED(self), PyObject *args) {
+  int file;
   long long limit;
-  if (!PyArg_ParseTuple(args, "O&sL", PyUnicode_FSConverter, &folder, &name, &limit)) return NULL;
-  int error = timeline_open(PyBytes_AsString(folder), name, limit, &reason);
-  Py_DECREF(folder);
-  if (error == 0) Py_RETURN_NONE;
-  PyObject *values = Py_BuildValue("(is)", error, reason);
-  if (values != NULL) PyErr_SetObject(PyExc_OSError, values);
-  Py_XDECREF(values);
-  return NULL;
+  if (!PyArg_ParseTuple(args, "iL", &file, &limit)) return NULL;
+  if ((errno = timeline_open(file, limit)) != 0) return PyErr_SetFromErrno(PyExc_OSError);
+  Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(note_in_timeline_doc, "note_in_timeline(line)\n\nWrite a line into the timeline's file.");
-static PyObject *note_in_timeline(PyObject *self, PyObject *args) {
-  (void)self;
+/* Write a line into the timeline's file. */
+static PyObject *note_in_timeline(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *line;
   if (!PyArg_ParseTuple(args, "s", &line)) return NULL;
   timeline_note(line);
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(close_timeline_doc, "close_timeline()\n\nWrite the rest of the timeline, if there is one.");
-static PyObject *close_timeline(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Write the rest of the timeline, if there is one. */
+static PyObject *close_timeline(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   return without_gil(timeline_close);
 }
 
 PyMethodDef observe_methods[] = {
-    {"add_site", add_site, METH_VARARGS, add_site_doc},
-    {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
-    {"enter", enter, METH_VARARGS, enter_doc},
-    {"leave", leave, METH_O, leave_doc},
-    {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
-    {"write_job_file", write_job_file, METH_VARARGS, write_job_file_doc},
-    {"failures", failures, METH_NOARGS, failures_doc},
-    {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
-    {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},
-    {"requests_in_flight", in_flight, METH_NOARGS, requests_in_flight_doc},
-    {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
-    {"open_timeline", open_timeline, METH_VARARGS, open_timeline_doc},
-    {"note_in_timeline", note_in_timeline, METH_VARARGS, note_in_timeline_doc},
-    {"close_timeline", close_timeline, METH_NOARGS, close_timeline_doc},
+    {"add_site", add_site, METH_VARARGS, NULL},
+    {"enter", enter, METH_VARARGS, NULL},
+    {"leave", leave, METH_O, NULL},
+    {"take_failure", take_failure, METH_NOARGS, NULL},
+    {"write_job_file", write_job_file, METH_VARARGS, NULL},
+    {"failures", failures, METH_NOARGS, NULL},
+    {"release", release, METH_NOARGS, NULL},
+    {"finish_requests", finish_requests, METH_NOARGS, NULL},
+    {"requests_in_flight", in_flight, METH_NOARGS, NULL},
+    {"open_timeline", open_timeline, METH_VARARGS, NULL},
+    {"note_in_timeline", note_in_timeline, METH_VARARGS, NULL},
+    {"close_timeline", close_timeline, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -7,8 +7,11 @@
  *
  * _jax/runtime_token.py explains what the link means and names the attributes of JAX's objects.
  *
+ * Threads: any Python thread calls make_call and the functions that it returns, under the GIL. They take no lock. The
+ * thread that imported the package raises deferred errors.
+ *
  * Functions that return PyObject * return a new reference, or NULL with an exception set. */
-#include "python/runtime_token.h"
+#include "python/methods.h"
 
 #include <stddef.h>
 #include <stdlib.h>
@@ -191,8 +194,7 @@ static PyObject *jitted_call(PyObject *object, PyObject *args, PyObject *keyword
   return otherwise ? PyObject_Call(self->parts[OTHERWISE], args, keywords) : call_in_order(self, args, keywords);
 }
 
-static PyObject *jitted_get(PyObject *self, PyObject *instance, PyObject *type) {
-  (void)type;
+static PyObject *jitted_get(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(type)) {
   if (instance != NULL && instance != Py_None)
     return PyObject_CallFunctionObjArgs(((struct jitted *)self)->parts[METHOD], self, instance, NULL);
   Py_INCREF(self);
@@ -208,8 +210,7 @@ static PyObject *jitted_repr(PyObject *self) {
 }
 
 /* Pickled by name, like functions. */
-static PyObject *jitted_reduce(PyObject *self, PyObject *args) {
-  (void)args;
+static PyObject *jitted_reduce(PyObject *self, PyObject *Py_UNUSED(args)) {
   return PyObject_GetAttrString(self, "__qualname__");
 }
 
@@ -260,12 +261,10 @@ static PyTypeObject *type_of_jitted(void) {
   return type;
 }
 
-const char runtime_token_make_call_doc[] =
-    "make_call(compute, otherwise, hooks) -> function of (*args, **kwargs)\n\n"
-    "The function calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect. It returns the "
-    "result. `hooks` has the attributes of _jax/runtime_token.py's Hooks.";
-PyObject *runtime_token_make_call(PyObject *module, PyObject *args) {
-  (void)module;
+/* make_call(compute, otherwise, hooks) -> function of (*args, **kwargs). The function calls compute(link, *args,
+ * **kwargs) -> (link, result) in the order of the effect, and returns the result. `hooks` has the attributes of
+ * _jax/runtime_token.py's Hooks. */
+static PyObject *make_call(PyObject *Py_UNUSED(module), PyObject *args) {
   PyObject *compute, *otherwise, *hooks, *names;
   if (!PyArg_ParseTuple(args, "OOO", &compute, &otherwise, &hooks)) return NULL;
   if ((names = PyObject_GetAttrString(hooks, "names")) == NULL) return NULL;
@@ -283,3 +282,5 @@ PyObject *runtime_token_make_call(PyObject *module, PyObject *args) {
   if (!whole) Py_CLEAR(self);
   return (PyObject *)self;
 }
+
+PyMethodDef runtime_token_methods[] = {{"make_call", make_call, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};

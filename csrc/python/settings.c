@@ -1,36 +1,32 @@
 /* Settings of the process and of a communicator. Called under the GIL. */
 #include "python/helpers.h"
 
-#include <limits.h>
 #include <stddef.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/registry.h"
 #include "python/methods.h"
 
-/* How a setting is stored, and which values it may have. */
+/* How a setting is stored. Python has checked the values that users choose. */
 enum setting_kind {
-  SETTING_BOOL,        /* bool */
-  SETTING_ATOMIC_BOOL, /* atomic_bool */
-  SETTING_INT,         /* int */
-  SETTING_INT64,       /* int64_t */
-  SETTING_COUNT,       /* int64_t, at least 1 and no more than an int holds */
-  SETTING_BYTES,       /* _Atomic int64_t: 0, or at least `least` */
-  SETTING_HANDLE,      /* intptr_t, an MPI handle */
-  SETTING_OBJECT,      /* the object with a number in the registry */
-  SETTING_TRANSPORT,   /* the name of a transport */
-  SETTING_TEXT         /* const char *_Atomic, a copy that stays for ever */
+  SETTING_BOOL,         /* bool */
+  SETTING_ATOMIC_BOOL,  /* atomic_bool */
+  SETTING_INT,          /* int */
+  SETTING_INT64,        /* int64_t */
+  SETTING_ATOMIC_INT64, /* _Atomic int64_t */
+  SETTING_HANDLE,       /* intptr_t, an MPI handle */
+  SETTING_OBJECT,       /* the object with a number in the registry */
+  SETTING_TRANSPORT,    /* the name of a transport */
+  SETTING_TEXT          /* const char *_Atomic, a copy that stays for ever */
 };
 
 struct setting {
   const char *name; /* NULL at the end of a table */
   size_t offset;    /* of the member */
   enum setting_kind kind;
-  int64_t least;
 };
 
-#define OF(type, name, kind) {#name, offsetof(struct type, name), SETTING_##kind, 0}
+#define OF(type, name, kind) {#name, offsetof(struct type, name), SETTING_##kind}
 static const struct setting of_process[] = {
     OF(runtime, rank, INT),       /* in COMM_WORLD */
     OF(runtime, serialize, BOOL), /* MPI allows one call at a time */
@@ -40,7 +36,7 @@ static const struct setting of_process[] = {
     OF(runtime, failed, INT),     /* classes of errors that report the death of a process; 0: none */
     OF(runtime, pending, INT),
     OF(runtime, revoked, INT),
-    OF(runtime, max_count, COUNT),             /* elements that one MPI call may get; a test lowers it */
+    OF(runtime, max_count, INT64),             /* elements that one MPI call may get; a test lowers it */
     OF(runtime, aware, BOOL),                  /* MPI reaches the memory of devices */
     OF(runtime, transport, TRANSPORT),         /* for memory that MPI does not reach */
     OF(runtime, flags_asked, BOOL),            /* the transport `flags`, or an error */
@@ -52,64 +48,50 @@ static const struct setting of_process[] = {
     OF(runtime, channel, HANDLE),              /* a duplicate of COMM_WORLD for comparisons; 0: there is none */
     OF(runtime, ends_on_error, ATOMIC_BOOL),   /* an operation that fails ends the job and does not raise */
     OF(runtime, log, ATOMIC_BOOL),             /* a line on stderr at the start and at the end of an operation */
-    {NULL, 0, SETTING_BOOL, 0},
+    {NULL, 0, SETTING_BOOL},
 };
-#undef OF
 
 static const struct setting of_communicator[] = {
-    {"chunk", offsetof(struct communicator, chunk), SETTING_BYTES, LEAST_CHUNK},
-    {"piece", offsetof(struct communicator, piece), SETTING_BYTES, 16}, /* an element */
-    {"name", offsetof(struct communicator, name), SETTING_TEXT, 0},
-    {NULL, 0, SETTING_BOOL, 0},
+    OF(communicator, chunk, ATOMIC_INT64),
+    OF(communicator, piece, ATOMIC_INT64),
+    OF(communicator, name, TEXT),
+    {NULL, 0, SETTING_BOOL},
 };
 
 static const char *const transports[] = {
     [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_FLAGS] = "flags", [TRANSPORT_WAIT] = "wait", NULL};
 
-/* Return the current value of a setting. */
+/* Return the current value of a setting, for those that a test sets back; otherwise None. */
 static PyObject *setting_get(const struct setting *setting, const void *member) {
   switch (setting->kind) {
-    case SETTING_BOOL:
-      return PyBool_FromLong(*(const bool *)member);
     case SETTING_ATOMIC_BOOL:
       return PyBool_FromLong(atomic_load((const atomic_bool *)member));
-    case SETTING_INT:
-      return PyLong_FromLong(*(const int *)member);
     case SETTING_INT64:
-    case SETTING_COUNT:
       return PyLong_FromLongLong(*(const int64_t *)member);
-    case SETTING_BYTES:
+    case SETTING_ATOMIC_INT64:
       return PyLong_FromLongLong(atomic_load((const _Atomic int64_t *)member));
-    case SETTING_HANDLE:
-      return PyLong_FromSsize_t(*(const intptr_t *)member);
-    case SETTING_TRANSPORT:
-      return PyUnicode_FromString(transports[*(const enum transport *)member]);
-    case SETTING_OBJECT:
-    case SETTING_TEXT:
-      break;
+    default:
+      Py_RETURN_NONE;
   }
-  Py_RETURN_NONE;
 }
 
 static int fail_value(const struct setting *setting, const char *why) {
-  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "%s: %s", setting->name, why);
+  PyErr_Format(PyExc_ValueError, "%s: %s", setting->name, why);
   return -1;
 }
 
 static int set_integer(const struct setting *setting, void *member, long long value) {
   switch (setting->kind) {
+    case SETTING_BOOL:
+      *(bool *)member = value != 0;
+      break;
+    case SETTING_ATOMIC_BOOL:
+      atomic_store((atomic_bool *)member, value != 0);
+      break;
     case SETTING_INT:
       *(int *)member = (int)value;
       break;
-    case SETTING_COUNT:
-      if (value < 1 || value > INT_MAX) return fail_value(setting, "at least 1, and no more than an int holds");
-      *(int64_t *)member = value;
-      break;
-    case SETTING_BYTES:
-      if (value != 0 && value < setting->least) {
-        PyErr_Format(PyExc_ValueError, "%s: at least %lld bytes, or 0", setting->name, (long long)setting->least);
-        return -1;
-      }
+    case SETTING_ATOMIC_INT64:
       atomic_store((_Atomic int64_t *)member, value);
       break;
     case SETTING_HANDLE:
@@ -142,22 +124,14 @@ static int set_text(const struct setting *setting, void *member, const char *tex
 
 /* Return 0; -1 with an exception set. */
 static int setting_set(const struct setting *setting, void *member, PyObject *value) {
-  if (setting->kind == SETTING_BOOL || setting->kind == SETTING_ATOMIC_BOOL) {
-    int on = PyObject_IsTrue(value);
-    if (on < 0) return -1;
-    if (setting->kind == SETTING_BOOL)
-      *(bool *)member = on != 0;
-    else
-      atomic_store((atomic_bool *)member, on != 0);
-    return 0;
-  }
   if (setting->kind == SETTING_TRANSPORT || setting->kind == SETTING_TEXT) {
     PyObject *bytes = PyUnicode_AsUTF8String(value);
     int code = bytes != NULL ? set_text(setting, member, PyBytes_AsString(bytes)) : -1;
     Py_XDECREF(bytes);
     return code;
   }
-  long long number = PyLong_AsLongLong(value);
+  bool is_truth = setting->kind == SETTING_BOOL || setting->kind == SETTING_ATOMIC_BOOL;
+  long long number = is_truth ? PyObject_IsTrue(value) : PyLong_AsLongLong(value);
   if (number == -1 && PyErr_Occurred()) return -1;
   return set_integer(setting, member, number);
 }
@@ -178,23 +152,17 @@ static PyObject *apply_settings(const struct setting *table, void *of, PyObject 
   return before;
 }
 
-PyDoc_STRVAR(configure_doc,
-             "configure(**settings) -> {name: the value before}\n\n"
-             "Set settings of the process: see csrc/python/settings.c. Settings that are not atomic are set before the "
-             "first operation, or by a test between two.");
-static PyObject *configure(PyObject *self, PyObject *args, PyObject *keywords) {
-  (void)self;
+/* Return {name: the value before}. Set settings of the process: see csrc/python/settings.c. Settings that are not
+ * atomic are set before the first operation, or by a test between two. */
+static PyObject *configure(PyObject *Py_UNUSED(self), PyObject *args, PyObject *keywords) {
   if (!PyArg_ParseTuple(args, "")) return NULL;
   return apply_settings(of_process, &runtime, keywords);
 }
 
-PyDoc_STRVAR(
-    configure_communicator_doc,
-    "configure_communicator(number, **settings) -> {name: the value before}\n\n"
-    "`chunk`: bytes of a chunk, for operations that may go in chunks; 0: in one. `piece`: bytes of a piece of a long "
-    "allreduce; 0: never divided. Both must be the same on all ranks of the communicator. `name`: for reports.");
-static PyObject *configure_communicator(PyObject *self, PyObject *args, PyObject *keywords) {
-  (void)self;
+/* Return {name: the value before}. `chunk`: bytes of a chunk, for operations that may go in chunks; 0: in one. `piece`:
+ * bytes of a piece of a long allreduce; 0: never divided. Both must be the same on all ranks of the communicator.
+ * `name`: for reports. */
+static PyObject *configure_communicator(PyObject *Py_UNUSED(self), PyObject *args, PyObject *keywords) {
   long long number;
   if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
   struct communicator *comm = communicator_at(number);
@@ -203,7 +171,7 @@ static PyObject *configure_communicator(PyObject *self, PyObject *args, PyObject
 
 #define KEYWORDS(function) (PyCFunction)(void (*)(void)) function, METH_VARARGS | METH_KEYWORDS
 PyMethodDef settings_methods[] = {
-    {"configure", KEYWORDS(configure), configure_doc},
-    {"configure_communicator", KEYWORDS(configure_communicator), configure_communicator_doc},
+    {"configure", KEYWORDS(configure), NULL},
+    {"configure_communicator", KEYWORDS(configure_communicator), NULL},
     {NULL, NULL, 0, NULL},
 };

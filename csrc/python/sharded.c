@@ -7,11 +7,8 @@
 #include "python/methods.h"
 #include "sharded/sharded.h"
 
-PyDoc_STRVAR(set_reductions_doc,
-             "set_reductions(code, sum, prod, max, min)\n\n"
-             "Set the numbers of the reductions that JAX's sharded programs use for a type.");
-static PyObject *set_reductions(PyObject *self, PyObject *args) {
-  (void)self;
+/* Set the numbers of the reductions that JAX's sharded programs use for a type. */
+static PyObject *set_reductions(PyObject *Py_UNUSED(self), PyObject *args) {
   int code;
   long long numbers[4];
   if (!PyArg_ParseTuple(args, "iLLLL", &code, &numbers[0], &numbers[1], &numbers[2], &numbers[3])) return NULL;
@@ -20,9 +17,8 @@ static PyObject *set_reductions(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(group_doc, "group(ranks) -> number\n\nRegister a group of ranks in COMM_WORLD, a tuple.");
-static PyObject *group(PyObject *self, PyObject *args) {
-  (void)self;
+/* Register a group of ranks in COMM_WORLD, a tuple. */
+static PyObject *group(PyObject *Py_UNUSED(self), PyObject *args) {
   PyObject *ranks;
   if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &ranks)) return NULL;
   Py_ssize_t size = PyTuple_Size(ranks);
@@ -30,31 +26,26 @@ static PyObject *group(PyObject *self, PyObject *args) {
   if (group == NULL) return PyErr_NoMemory();
   group->size = (int)size;
   for (Py_ssize_t i = 0; i < size; i++) group->ranks[i] = (int)PyLong_AsLong(PyTuple_GetItem(ranks, i));
-  int64_t number = PyErr_Occurred() ? 0 : registry_add(group, NULL);
-  if (number == 0) free(group);
-  if (number == 0 && !PyErr_Occurred()) return PyErr_NoMemory();
-  return number != 0 ? PyLong_FromLongLong(number) : NULL;
+  if (!PyErr_Occurred()) return number_of(registry_add(group, NULL));
+  free(group);
+  return NULL;
 }
 
-PyDoc_STRVAR(connect_doc,
-             "connect(group) -> handle\n\n"
-             "Make the communicator of a group, together with the other ranks. RuntimeError: MPI has refused it.");
-static PyObject *connect_group(PyObject *self, PyObject *args) {
-  (void)self;
+/* Make the communicator of a group, together with the other ranks. RuntimeError: MPI has refused it. */
+static PyObject *connect_group(PyObject *Py_UNUSED(self), PyObject *args) {
   long long number;
   if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
   struct group *group = registry_at(number);
   if (group == NULL) return PyErr_Format(PyExc_ValueError, "no group has the number %lld", number);
   PyThreadState *state = PyEval_SaveThread();
-  const ffi_error *error = sharded_connect(group);
+  bool made = sharded_connect(group);
   PyEval_RestoreThread(state);
-  if (error != NULL) return PyErr_Format(PyExc_RuntimeError, "%s", sharded_error());
+  if (!made) return PyErr_Format(PyExc_RuntimeError, "%s", sharded_error());
   return PyLong_FromSsize_t(group->handle);
 }
 
-PyDoc_STRVAR(expect_doc, "expect(number)\n\nSet the communicator for which XLA asks next; 0: none.");
-static PyObject *expect(PyObject *self, PyObject *args) {
-  (void)self;
+/* Set the communicator for which XLA asks next; 0: none. */
+static PyObject *expect(PyObject *Py_UNUSED(self), PyObject *args) {
   long long number;
   if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
   struct communicator *comm = number != 0 ? communicator_at(number) : NULL;
@@ -64,9 +55,9 @@ static PyObject *expect(PyObject *self, PyObject *args) {
 }
 
 PyMethodDef sharded_methods[] = {
-    {"set_reductions", set_reductions, METH_VARARGS, set_reductions_doc},
-    {"group", group, METH_VARARGS, group_doc},
-    {"connect", connect_group, METH_VARARGS, connect_doc},
-    {"expect", expect, METH_VARARGS, expect_doc},
+    {"set_reductions", set_reductions, METH_VARARGS, NULL},
+    {"group", group, METH_VARARGS, NULL},
+    {"connect", connect_group, METH_VARARGS, NULL},
+    {"expect", expect, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

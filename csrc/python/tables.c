@@ -5,9 +5,8 @@
 #include "execute/agreement.h"
 #include "python/methods.h"
 
-PyDoc_STRVAR(datatypes_doc, "datatypes() -> {name: (code, bytes, mpi name, kind)}, the rows of dtype.def");
-static PyObject *datatypes(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return {name: (code, bytes, mpi name, kind)}, the rows of dtype.def. */
+static PyObject *datatypes(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   PyObject *result = PyDict_New();
   for (const struct datatype *row = datatype_table; result != NULL && row->name != NULL; row++)
     if (dict_put(result, row->name, Py_BuildValue("(inss)", row->code, (Py_ssize_t)row->bytes, row->mpi, row->kind)) <
@@ -16,9 +15,8 @@ static PyObject *datatypes(PyObject *self, PyObject *args) {
   return result;
 }
 
-PyDoc_STRVAR(set_datatype_doc, "set_datatype(code, handle)\n\nSet the MPI datatype for XLA's type `code`.");
-static PyObject *set_datatype(PyObject *self, PyObject *args) {
-  (void)self;
+/* Set the MPI datatype for XLA's type `code`. */
+static PyObject *set_datatype(PyObject *Py_UNUSED(self), PyObject *args) {
   int code;
   Py_ssize_t handle;
   if (!PyArg_ParseTuple(args, "in", &code, &handle)) return NULL;
@@ -40,12 +38,10 @@ static PyObject *pairs(int count, const char *const names[], const char *const k
 }
 
 static PyObject *operation_row(const struct operation *row, const char *shown, int function) {
-  static const char *const roles[] = {
-      [ROLE_READ] = "read", [ROLE_WRITE] = "write", [ROLE_HOST_READ] = "host_read", [ROLE_HOST_WRITE] = "host_write"};
-  static const char *const lists[] = {[ROLE_READ] = "read_each",
-                                      [ROLE_WRITE] = "write_each",
-                                      [ROLE_HOST_READ] = "host_read_each",
-                                      [ROLE_HOST_WRITE] = "host_write_each"};
+  static const char *const roles[][2] = {[ROLE_READ] = {"read", "read_each"},
+                                         [ROLE_WRITE] = {"write", "write_each"},
+                                         [ROLE_HOST_READ] = {"host_read", "host_read_each"},
+                                         [ROLE_HOST_WRITE] = {"host_write", "host_write_each"}};
   static const char *const kinds[] = {[KIND_RANK] = "rank",           [KIND_TAG] = "tag",
                                       [KIND_OBJECT] = "object",       [KIND_OBJECT_OR_0] = "object_or_0",
                                       [KIND_REDUCTION] = "reduction", [KIND_DERIVATIVE] = "derivative",
@@ -55,7 +51,7 @@ static PyObject *operation_row(const struct operation *row, const char *shown, i
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;
-    of[i] = (row->buffers[i].each ? lists : roles)[row->buffers[i].role];
+    of[i] = roles[row->buffers[i].role][row->buffers[i].each];
   }
   PyObject *buffers = pairs(row->buffer_count, names, of);
   for (int i = 0; i < row->attribute_count; i++) {
@@ -66,13 +62,10 @@ static PyObject *operation_row(const struct operation *row, const char *shown, i
   return Py_BuildValue("(sNNsi)", row->id, buffers, pairs(row->attribute_count, names, of), shown, function);
 }
 
-PyDoc_STRVAR(
-    operations_doc,
-    "operations() -> {name: (row, [(buffer, role)], [(attribute, kind)], shown, function)}, from ops.def\n\n"
-    "Each row, and each function with the row that the function calls. Roles: read, write, host_read, host_write, with "
-    "_each behind for a list. `shown`: the name that users know. `function`: the number of a function, 0 for a row.");
-static PyObject *operations(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
+/* Return {name: (row, [(buffer, role)], [(attribute, kind)], shown, function)}, from ops.def. Each row, and each
+ * function with the row that the function calls. Roles: read, write, host_read, host_write, with _each behind for a
+ * list. `shown`: the name that users know. `function`: the number of a function, 0 for a row. */
+static PyObject *operations(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   PyObject *result = PyDict_New();
   for (const struct operation *row = operation_table; result != NULL && row->id != NULL; row++)
     if (dict_put(result, row->id, operation_row(row, row->name, FUNCTION_OF_ROW)) < 0) Py_CLEAR(result);
@@ -108,14 +101,11 @@ static PyObject *names_tuple(const char *const names[]) {
   return tuple;
 }
 
-PyDoc_STRVAR(
-    constants_doc,
-    "constants() -> {name: number or tuple of names}\n\n"
-    "What C and Python must know alike. A tuple contains the names of the numbers from 0 on; PLAN_HEADER contains the "
-    "names of the numbers with which a plan begins. Called after configure(most_tag=).");
-static PyObject *constants(PyObject *self, PyObject *args) {
-  (void)self, (void)args;
-  static const struct {
+/* Return {name: number or tuple of names}. What C and Python must know alike. A tuple contains the names of the numbers
+ * from 0 on; PLAN_HEADER contains the names of the numbers with which a plan begins. Called after configure(most_tag=).
+ * */
+static PyObject *constants(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
+  const struct {
     const char *name;
     int64_t value;
   } numbers[] = {
@@ -130,6 +120,8 @@ static PyObject *constants(PyObject *self, PyObject *args) {
       {"OTHER_ARRAYS", OTHER_ARRAYS},
       {"NAME_OF_DEFAULT", NAME_OF_DEFAULT},
       {"NAME_OF_WORLD", NAME_OF_WORLD},
+      {"FIRST_TAG_OF_PLANS", notices_tag()},
+      {"FIRST_TAG_OF_DERIVATIVES", derivatives_tag()},
   };
   static const struct {
     const char *name;
@@ -141,16 +133,13 @@ static PyObject *constants(PyObject *self, PyObject *args) {
     if (dict_put(result, numbers[i].name, PyLong_FromLongLong(numbers[i].value)) < 0) Py_CLEAR(result);
   for (size_t i = 0; result != NULL && i < sizeof lists / sizeof *lists; i++)
     if (dict_put(result, lists[i].name, names_tuple(lists[i].names)) < 0) Py_CLEAR(result);
-  if (result != NULL && (dict_put(result, "FIRST_TAG_OF_PLANS", PyLong_FromLong(notices_tag())) < 0 ||
-                         dict_put(result, "FIRST_TAG_OF_DERIVATIVES", PyLong_FromLong(derivatives_tag())) < 0))
-    Py_CLEAR(result);
   return result;
 }
 
 PyMethodDef tables_methods[] = {
-    {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
-    {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
-    {"operations", operations, METH_NOARGS, operations_doc},
-    {"constants", constants, METH_NOARGS, constants_doc},
+    {"datatypes", datatypes, METH_NOARGS, NULL},
+    {"set_datatype", set_datatype, METH_VARARGS, NULL},
+    {"operations", operations, METH_NOARGS, NULL},
+    {"constants", constants, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -28,7 +28,7 @@ TEST(a_text_grows) {
   struct text text = {.grows = true};
   char right[1 << 14];
   size_t length = 0;
-  text_clear(&text);
+  text_shorten(&text, 0);
   CHECK_EQUAL(text.length, 0);
   draw_state = 7;
   while (length < sizeof right - 100) {
@@ -44,7 +44,7 @@ TEST(a_text_grows) {
   CHECK_EQUAL(text.length, length);
   CHECK_SAME(text.characters, right, length);
   CHECK_EQUAL(text.characters[length], '\0');
-  text_clear(&text);
+  text_shorten(&text, 0);
   text_add(&text, "again");
   CHECK(strcmp(text.characters, "again") == 0);
   free(text.characters);

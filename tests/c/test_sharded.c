@@ -54,7 +54,7 @@ static struct communicator *connect(const int members[], int size) {
   struct communicator *made = NULL;
   group->size = size;
   memcpy(group->ranks, members, (size_t)size * sizeof *members);
-  if (sharded_connect(group) == NULL) CHECK_EQUAL(runtime.abi->communicator(group->handle, NULL, &made), 0);
+  if (sharded_connect(group)) CHECK_EQUAL(runtime.abi->communicator(group->handle, NULL, &made), 0);
   free(group);
   return made;
 }

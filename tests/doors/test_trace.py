@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -266,6 +267,19 @@ def test_trace_folders_that_are_not_safe(fault, tmp_path):
     assert done.returncode != 0
     assert f"JAXMPI_TRACE={folder}: {told}" in done.stderr
     assert not list(folder.iterdir())
+
+
+def test_files_are_new(tmp_path, monkeypatch):
+    """No file is overwritten, and no link is followed."""
+    monkeypatch.setattr(timeline, "SETTINGS", types.SimpleNamespace(trace=str(tmp_path)))
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            timeline._new_file(name)
+    assert (tmp_path / "file").read_text() == "old"
+    assert not (tmp_path / "nowhere").exists()
+    os.close(timeline._new_file("new"))
 
 
 def test_folder_under_an_umask_of_0(tmp_path):

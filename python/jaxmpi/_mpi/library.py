@@ -188,10 +188,7 @@ def wait_for_computations() -> None:
 
 def release() -> None:
     """End the background work of the core."""
-    _core.finish_comparisons()
-    _core.finish_requests()
-    _core.finish_devices()
-    _core.stop_watch()
+    _core.release()
 
 
 def raise_failure() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -60,6 +61,21 @@ def _name(job: int) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(job >> 30))}-{job & ((1 << 30) - 1):08x}"
 
 
+def _new_file(name: str) -> int:
+    """Return the descriptor of a new file in the folder. Others may know the folder: raise OSError if they could put
+    another file in the place of ours. An open folder is the same wherever the path leads a moment later."""
+    folder = os.open(SETTINGS.trace, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise OSError("it belongs to another user")
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            raise OSError("everyone may replace files in it (chmod o-w, or +t)")
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
 def begin(library: str, job: Callable[[], int | None]) -> None:
     """Open the file, if there is to be one. `job` returns a number that all ranks share, by `new_job`; None as long as
     it is not known. Raise OSError if the file cannot be written."""
@@ -70,7 +86,7 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
     name = None if agreed is None else _name(agreed)
     try:
         Path(SETTINGS.trace).mkdir(0o775, parents=True, exist_ok=True)  # else an umask of 0 lets everyone write there
-        _core.open_timeline(SETTINGS.trace, f"{name or _name(new_job())}.{world.rank:05d}.json", _MOST_BYTES)
+        _core.open_timeline(_new_file(f"{name or _name(new_job())}.{world.rank:05d}.json"), _MOST_BYTES)
     except OSError as error:
         raise OSError(
             f"jaxmpi: JAXMPI_TRACE={SETTINGS.trace}: no timeline can be written there: {error.strerror or error}. "

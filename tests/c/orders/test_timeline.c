@@ -4,7 +4,6 @@
 
 #include "base/text.h"
 #include "core/plan.h"
-#include "core/private.h"
 #include "explore.h"
 #include "observe/summary.h"
 
@@ -16,10 +15,11 @@
 
 static struct communicator comm = {.number = 5, .size = 2};
 static struct call call;
+static char lines[1 << 16];
 
 static int text_count(const char *phase) {
   int count = 0;
-  for (const char *at = writer.text; (at = strstr(at, phase)) != NULL; at++) count++;
+  for (const char *at = writer.lines.characters; (at = strstr(at, phase)) != NULL; at++) count++;
   return count;
 }
 
@@ -34,9 +34,8 @@ static void begin(void) {
   atomic_store(&timeline_on, true);
   atomic_store(&full, false);
   atomic_store(&blocks, 0);
-  writer.length = 0;
   writer.room = 1 << 20;
-  memset(writer.text, 0, 4096);
+  writer.lines = text_in(lines, sizeof lines);
   struct track *track = thread_record_take(&records);
   struct block *block = make_block();
   atomic_store(&block->count, EVENTS - 1);
@@ -62,7 +61,6 @@ static void write_twice(void) {
 /* Each event is there once: with its beginning and its end, or both in one. */
 static void check_text(void) {
   write_track(only_track(), 0);
-  writer.text[writer.length] = '\0';
   REQUIRE(text_count("\"ph\":\"X\"") + text_count("\"ph\":\"E\"") == 3);
   REQUIRE(text_count("\"ph\":\"B\"") == text_count("\"ph\":\"E\""));
   REQUIRE(atomic_load(&blocks) == 1);

@@ -1,3 +1,0 @@
-#include "mpi/mpi_table.h"
-
-struct mpi_table mpi;
