@@ -56,7 +56,7 @@ static struct kept {
   int row;
   int64_t attributes[MAX_ATTRIBUTES]; /* see attributes_of_tree */
   char text[];
-} * errors_kept;
+} *errors_kept;
 static pthread_mutex_t lock_of_kept = PTHREAD_MUTEX_INITIALIZER;
 atomic_int failures_kept;
 

@@ -62,7 +62,7 @@ struct mpi_table compared_functions = {
 };
 
 /* Types. */
-#define SAME_TYPE(name) _Static_assert(_Generic((OUR_##name *)0, MPI_##name * : 1, default : 0), "MPI_" #name)
+#define SAME_TYPE(name) _Static_assert(_Generic((OUR_##name *)0, MPI_##name *: 1, default: 0), "MPI_" #name)
 SAME_TYPE(Comm);
 SAME_TYPE(Datatype);
 SAME_TYPE(Op);

@@ -58,6 +58,7 @@ struct fake_control {
   bool hollow; /* no buffer is touched, so that counts may be huge and pointers invalid */
   void (*others)(int rank, void *data);
   atomic_int linger_ms; /* how long a call that communicates waits for a second thread to enter MPI */
+  bool (*enough)(void); /* whether it has waited long enough; NULL: it has not */
   atomic_int slow;      /* calls of Test that find a request started from now on still under way */
   bool backwards;       /* as one request ends, messages come to all that expect one, from the last to the first */
   atomic_int unheard;   /* calls of Improbe and Iprobe from now on that find nothing yet */

@@ -51,7 +51,7 @@ static void linger(void) {
   for (int ms = 0; ms < fake_control.linger_ms && !met; ms++) {
     pthread_mutex_lock(&lock);
     if (now > fake_control.most_inside) fake_control.most_inside = now;
-    met = fake_control.most_inside > 1;
+    met = fake_control.most_inside > 1 || (fake_control.enough != NULL && fake_control.enough());
     pthread_mutex_unlock(&lock);
     if (!met) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
   }
@@ -605,6 +605,7 @@ static void reset(void) {
   memset(fake_control.calls, 0, sizeof fake_control.calls);
   fake_control.call_count = fake_control.live_requests = fake_control.live_matched = fake_control.queued = 0;
   fake_control.live_types = fake_control.most_inside = fake_control.linger_ms = 0;
+  fake_control.enough = NULL;
   fake_control.slow = fake_control.unheard = 0;
   fake_control.hollow = fake_control.backwards = false;
   pthread_mutex_unlock(&lock);

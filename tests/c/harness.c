@@ -407,7 +407,9 @@ bool is_zero(const void *data, size_t from, size_t to) { return all(data, from, 
 bool is_spoilt(const void *data, size_t to) { return all(data, 0, to, 0xff); }
 
 void for_all(void (*body)(const struct share *)) {
-  static const struct { int rank, size; } places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
+  static const struct {
+    int rank, size;
+  } places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
   for (size_t k = 0; k < sizeof places / sizeof *places; k++)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++)
       FOR_VALUES (int, count, 0, 1, 2, 7) {

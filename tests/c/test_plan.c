@@ -375,8 +375,8 @@ static void put_number(int code, void *to, double value) {
   STORE(BF16, uint16_t, bfloat16_from_float((float)value));
   STORE(F32, float, value);
   STORE(F64, double, value);
-  STORE(15, float _Complex, value *(1.0 + 2.0 * I));
-  STORE(C128, double _Complex, value *(1.0 + 2.0 * I));
+  STORE(15, float _Complex, value * (1.0 + 2.0 * I));
+  STORE(C128, double _Complex, value * (1.0 + 2.0 * I));
 }
 
 static double combined(enum combination how, double a, double b) {
