@@ -31,8 +31,6 @@ _TRIES = 50
 
 @dataclass(frozen=True)
 class State:
-    """A state as its metadata describe it."""
-
     path: Path
     skeleton: Any
     records: Mapping[str, Record]

@@ -62,7 +62,6 @@ def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
 
 
 def entry(shape: Any, chunks: Any, dtype: np.dtype, dims: tuple[str, ...], attributes: Any) -> dict[str, Any]:
-    """Return an array in a folder, as zarr makes it."""
     fill = np.nan if dtype.kind in "fc" else 0  # other programs read it for a missing chunk
     named = {"dimension_names": dims, "attributes": attributes, "fill_value": fill}
     return {"shape": shape, "chunks": chunks, "dtype": dtype, **named}
@@ -87,7 +86,9 @@ def finish(folder: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any
 
 
 def replace(path: Path, data: bytes) -> None:
-    _write_file(path, [data], anew=True)
+    passing = path.with_name(f".{path.name}.partial")
+    passing.write_bytes(data)
+    os.replace(passing, path)
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
@@ -186,13 +187,13 @@ def _in_memory(zarr: Any, stored: Stored, index: Index) -> tuple[Any, Any, str]:
     return array, memory, "/".join(("c", *("0" for _ in index)))
 
 
-def _write_file(path: Path, data: Sequence[Any], anew: bool) -> None:
+def _write_file(path: Path, data: Sequence[np.ndarray], anew: bool) -> None:
     target = path.with_name(f".{path.name}.partial") if anew else path
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "wb") as file:  # passes large parts to the system in one call each
         for part in data:
-            file.write(part)
+            file.write(part.data)
     if anew:
         os.replace(target, path)
 

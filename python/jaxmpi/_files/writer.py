@@ -348,6 +348,7 @@ class _Series:
                 times = self.times[number * _TIMES_IN_CHUNK : count][:_TIMES_IN_CHUNK]
                 chunk[: len(times)] = times
                 file = store.Stored.from_meta(path / TIME, self.metas[TIME]).file((number,))
+                file.parent.mkdir(exist_ok=True)  # an error if somebody has removed the file
                 store._write_file(file, store._plain(chunk), anew=True)
             for name, meta in grown.items():
                 store.replace(path / name / store.META, json.dumps(meta, allow_nan=False).encode())
@@ -388,7 +389,7 @@ class _Series:
         for division in layout.divided(self.grid):
             division._check_alive(operation)
         leaves = _chosen(tree, self.fields, operation)
-        now = _described(leaves, operation)
+        now = [_of_series(records.describe(name, x, operation)) for name, x in leaves.items()]
         if now != self.described:
             before, changed = next((a, b) for a, b in itertools.zip_longest(self.described, now) if a != b)
             raise ValueError(
@@ -470,10 +471,6 @@ def _is_in(name: str, fields: Sequence[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in fields)
 
 
-def _described(leaves: Mapping[str, Any], operation: str) -> list[records.Record]:
-    return [_of_series(records.describe(name, x, operation)) for name, x in leaves.items()]
-
-
 def _of_series(record: records.Record) -> records.Record:
     """Return the record without facts that a series does not keep: whether a value is JAX's, NumPy's or Python's."""
     same = record.type in ("key", "index", "str")
@@ -516,7 +513,7 @@ def _open(writer: Writer, operation: str, time: Any, tree: Any) -> _Series:
         known = communicators.resolve(layout.communicator(writer._grid, writer._comm, operation), operation)
         old = agreement.on_root(comm, operation, lambda: _old(writer, operation, lock))
         fields, metas, _ = old or (None, {}, [])
-        grown = [meta for name, meta in metas.items() if _grows(meta) and name != TIME]
+        grown = [meta["chunk_grid"]["configuration"] for name, meta in metas.items() if _grows(meta) and name != TIME]
         plan = saving.agreed(
             comm,
             lambda: _plan(comm, writer, time, tree, fields, metas, operation),
@@ -528,9 +525,10 @@ def _open(writer: Writer, operation: str, time: Any, tree: Any) -> _Series:
             fields=writer._fields,
             time=agreement.capture(lambda: float(time))[0],
         )
-        time_chunk = int(_chunk(grown[0])[0]) if grown else 1 if old else writer._time_chunk
-        described = _described(_chosen(tree, writer._fields, operation), operation)
-        steps = _of_steps(plan.parts)
+        time_chunk = int(grown[0]["chunk_shape"][0]) if grown else 1 if old else writer._time_chunk
+        leaves = _chosen(tree, writer._fields, operation)
+        described = [_of_series(records.describe(name, x, operation)) for name, x in leaves.items()]
+        steps = [part for part in plan.parts if part.record.type != "index"]  # indices of rows are stored once
         constant = [part for part in plan.arrays() if all(part is not step for step in steps)]
         chosen = writer._grid, writer._fields, time_chunk
         series = _Series(comm, known, writer._worker, *chosen, described, plan, steps, metas)
@@ -543,18 +541,9 @@ def _open(writer: Writer, operation: str, time: Any, tree: Any) -> _Series:
         return series
 
 
-def _of_steps(parts: Sequence[StoredArray]) -> list[StoredArray]:
-    """Return the arrays of each step. The indices of rows are stored once."""
-    return [part for part in parts if part.record.type != "index"]
-
-
 def _grows(meta: Mapping[str, Any]) -> bool:
     """Return whether an array with these metadata has the axis of time."""
     return list(meta["dimension_names"][:1]) == [TIME]
-
-
-def _chunk(meta: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(meta["chunk_grid"]["configuration"]["chunk_shape"])
 
 
 def _old(writer: Writer, operation: str, lock: commit.Lock) -> Any:
@@ -595,7 +584,8 @@ def _plan(
     """Return the plan of this rank. `fields`, `metas`: of the file to continue; None if there is none."""
     check_time(operation, time, [])
     theirs = {name: meta for name, meta in metas.items() if name != TIME}
-    kept = {name: _chunk(meta)[1:] for name, meta in theirs.items() if _grows(meta)}
+    chunks = {name: meta["chunk_grid"]["configuration"]["chunk_shape"] for name, meta in theirs.items() if _grows(meta)}
+    kept = {name: tuple(shape[1:]) for name, shape in chunks.items()}
     parts, path, options = _parts(comm, writer, tree, kept, operation), writer._path, writer._options
     coordinates = layout.coordinates(parts, options.coords, comm, operation)
     of_time = StoredArray(records.Record(TIME, "float"), None, None)
@@ -611,7 +601,7 @@ def _plan(
             f"{operation}: the fields are not those of {path}: {here}; and there {there}. Pass the same names, shapes "
             "and dtypes, or choose another path."
         )
-    grows = {part.record.name for part in _of_steps(parts)}
+    grows = {part.record.name for part in parts if part.record.type != "index"}
     for part in plan.arrays():
         name = part.record.name
         dims = [*([TIME] if name in grows else []), *part.dims]
