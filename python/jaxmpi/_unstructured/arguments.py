@@ -134,13 +134,13 @@ def rows(owned: Any, ghosts: Any, owners: Any, names: Names, rank: int, size: in
     return LocalRows(mine, lookup, copies[~is_mine], of_copies[~is_mine])
 
 
-def csr(indptr: Any, indices: Any, rows: Any, operation: str) -> tuple[int, np.ndarray, np.ndarray | None]:
+def csr(indptr: Any, entries: Any, rows: Any, operation: str) -> tuple[int, np.ndarray, np.ndarray | None]:
     """Return the number of rows of a block of a matrix, the columns, and the rows if the user has passed them.
 
     Raise TypeError or ValueError.
     """
     starts = integers(indptr, operation, "indptr")
-    columns = indices(indices, operation, "indices")
+    columns = indices(entries, operation, "indices")
     if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(columns) or (starts[1:] < starts[:-1]).any():
         raise ValueError(
             f"{operation}: indptr must rise from 0 to the number of indices, {len(columns)}, and have one number more "
