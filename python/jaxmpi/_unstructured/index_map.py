@@ -441,7 +441,8 @@ class IndexMap(communicators.Local):
             if x.ndim == 0 or x.shape[0] not in counts:
                 raise ValueError(
                     f"{operation}: {name} has shape {x.shape}, and rank {self._comm.rank} owns {owned} rows and has "
-                    f"{ghosts} ghosts: the first axis must have this rank's {' or '.join(map(str, counts))} rows."
+                    f"{ghosts} ghosts: the first axis must have this rank's {' or '.join(map(str, counts))} rows, "
+                    f"beginning with the {owned} that it owns."
                 )
         return arrays, names, structure
 
