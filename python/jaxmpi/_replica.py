@@ -9,6 +9,7 @@ is missing counts. Both sides of a message compute the content from the two divi
 has nothing. Another rank sends it the values that are the same on all ranks, and it receives blocks like any rank.
 """
 
+import dataclasses
 import math
 import pickle
 from collections.abc import Iterator, Sequence
@@ -74,8 +75,7 @@ class _Field:
         pads = [(0, 0)] * len(self.shape)
         for axis, pair in zip(self.axes, self.widths, strict=True):
             pads[axis] = pair
-        whole = np.zeros([size + sum(pair) for size, pair in zip(block.shape, pads, strict=True)], self.dtype)
-        self.inner(whole)[...] = block
+        whole = np.pad(block, pads)
         return whole if self.is_numpy else jnp.asarray(whole)
 
 
@@ -84,18 +84,16 @@ class _Same:
     """A leaf that is the same on all ranks."""
 
     value: Any
-    """The value in host memory."""
     impl: Any
     """The implementation of random keys; None for other values."""
     is_jax: bool
 
     @staticmethod
     def from_leaf(x: Any) -> "_Same":
-        if isinstance(x, jax.Array) and keys.is_key(x):
-            return _Same(np.array(jax.random.key_data(x)), jax.random.key_impl(x), True)
-        if isinstance(x, jax.Array | np.ndarray):
-            return _Same(np.array(x), None, isinstance(x, jax.Array))
-        return _Same(x, None, False)
+        if not isinstance(x, jax.Array | np.ndarray):
+            return _Same(x, None, False)
+        impl = keys.impl(x.dtype) if keys.is_key(x) else None
+        return _Same(np.array(keys.words(x)), impl, isinstance(x, jax.Array))
 
     def get(self) -> Any:
         if self.impl is not None:
@@ -112,9 +110,10 @@ class _Saved:
     number: int
     layout: Layout
     rank: int
+    """The rank in the grid of the save."""
     same: list[_Same]
-    blocks: dict[int, Bytes]
-    """The block of this rank and the blocks that it keeps for others, by their ranks."""
+    blocks: dict[int, Any]
+    """The block of this rank and the blocks that it keeps for others, by their ranks. In a report: None for each."""
     under_way: dict[int, tuple[Bytes, list[MPI.Request]]] = field(default_factory=dict)
     """Blocks of other ranks that have not arrived yet, by their ranks, and the requests for them."""
     sends: list[MPI.Request] = field(default_factory=list)
@@ -123,27 +122,15 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _HeldSave:
-    """The report of a rank about one save that it has."""
-
-    number: int
-    rank: int
-    """The rank of the reporter in the grid of the save."""
-    blocks: list[int]
-    layout: Layout
-    complete: bool
-
-
-@dataclass(frozen=True)
 class _Report:
     """The report of a rank before a restore."""
 
     last: int
     """The number of the last save that the rank knows."""
-    saves: list[_HeldSave]
+    saves: list[_Saved]
     stepped_in: bool
 
-    def find(self, number: int) -> _HeldSave | None:
+    def find(self, number: int) -> _Saved | None:
         return next((save for save in self.saves if save.number == number), None)
 
 
@@ -267,19 +254,24 @@ class Replica(Local):
         with survival.failing(grid.comm, "Replica.restore"), waiting(grid._comm, "Replica.restore"):
             self._together(restores=True)
             comm = clone_of(grid.comm)
-            saves = [_HeldSave(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
+            saves = [dataclasses.replace(s, same=[], blocks=dict.fromkeys(s.blocks)) for s in self._kept]
             reports = agreement.gather_objects(comm, _Report(self._last, saves, communicators.has_stepped_in()))
             self._last = max(report.last for report in reports)
             newest = _newest(reports)
-            if newest is None:
-                self._check_none(reports)
+            if newest is None:  # an error, unless there was no save as far as the ranks know
+                all_are_new = all(report.stepped_in and not report.saves for report in reports)
+                was_complete = any(save.complete for report in reports for save in report.saves)
+                if all_are_new or not self._began_empty or was_complete:
+                    raise RuntimeError(_lost(reports))
                 return None
             number, holders = newest
             saved = self._known(comm, number, reports)
-            blocks = self._redistributed(comm, saved, holders)
-            restored = self._begin(blocks, saved.same)
+            restored = self._begin(self._redistributed(comm, saved, holders), saved.same)
             self._finish(restores=True)
-        return self._tree(restored)
+        blocks = iter(self._unpacked(restored.blocks[restored.rank], restored.layout, restored.rank))
+        same = iter(restored.same)
+        leaves = [next(same).get() if spec is None else spec.with_halo(next(blocks)) for spec in self._fields]
+        return jax.tree.unflatten(self._structure, leaves)
 
     # --- the tree --------------------------------------------------------------------------------------------------
 
@@ -312,19 +304,12 @@ class Replica(Local):
             fields.append(_Field(np.dtype(x.dtype), is_numpy, tuple(shape), cut.axes, cut.staggered, pairs))
         return fields, structure
 
-    def _sizes(self, layout: Layout, rank: int) -> list[int]:
-        """Return the bytes of each field of a rank."""
-        return [spec.bytes(layout, rank) for spec in self._fields if spec is not None]
-
-    def _packed(self, blocks: Sequence[Any]) -> Bytes:
-        """Return the blocks of all fields, one after the other."""
-        packed = np.empty(sum(self._sizes(self._grid._layout, self._grid.comm.rank)), np.uint8)
-        for block, place in zip(blocks, self._unpacked(packed, self._grid._layout, self._grid.comm.rank), strict=True):
-            place[...] = block
-        return packed
+    def _room(self, layout: Layout, rank: int) -> Bytes:
+        """Return memory for the blocks of all fields of a rank, one after the other."""
+        return np.empty(sum(spec.bytes(layout, rank) for spec in self._fields if spec is not None), np.uint8)
 
     def _unpacked(self, packed: Bytes, layout: Layout, rank: int) -> list[Any]:
-        """Return the blocks in the result of `_packed`, as views of it."""
+        """Return the blocks in the memory of `_room`, as views of it."""
         blocks, start = [], 0
         for spec in filter(None, self._fields):
             end = start + spec.bytes(layout, rank)
@@ -332,22 +317,18 @@ class Replica(Local):
             start = end
         return blocks
 
-    def _tree(self, saved: _Saved) -> Any:
-        blocks = iter(self._unpacked(saved.blocks[saved.rank], saved.layout, saved.rank))
-        same = iter(saved.same)
-        leaves = [next(same).get() if spec is None else spec.with_halo(next(blocks)) for spec in self._fields]
-        return jax.tree.unflatten(self._structure, leaves)
-
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def _save(self, tree: Any, operation: str) -> None:
         with survival.failing(self._grid.comm, operation):
-            leaves = jax.tree.leaves(tree)
-            blocks = [
-                spec.inner(np.asarray(x)) for spec, x in zip(self._fields, leaves, strict=True) if spec is not None
-            ]
-            same = [_Same.from_leaf(x) for spec, x in zip(self._fields, leaves, strict=True) if spec is None]
-            packed = self._packed(blocks)
+            layout, rank, same = self._grid._layout, self._grid.comm.rank, []
+            packed = self._room(layout, rank)
+            places = iter(self._unpacked(packed, layout, rank))
+            for spec, x in zip(self._fields, jax.tree.leaves(tree), strict=True):
+                if spec is None:
+                    same.append(_Same.from_leaf(x))
+                else:
+                    next(places)[...] = spec.inner(np.asarray(x))
             with waiting(self._grid._comm, operation):
                 self._finish(restores=False)
                 self._begin(packed, same)
@@ -361,7 +342,7 @@ class Replica(Local):
         self._kept.append(saved)
         for distance in range(1, min(self._copies, size - 1) + 1):
             other = (rank - distance) % size
-            room = np.empty(sum(self._sizes(layout, other)), np.uint8)
+            room = self._room(layout, other)
             saved.under_way[other] = room, [comm.Irecv(part, other, _COPIES) for part in _parts(room)]
         for distance in range(1, min(self._copies, size - 1) + 1):
             saved.sends += [comm.Isend(part, (rank + distance) % size, _COPIES) for part in _parts(packed)]
@@ -370,8 +351,8 @@ class Replica(Local):
     def _finish(self, restores: bool) -> None:
         """Wait until all ranks have the copies of the last save, and drop the saves before it."""
         for last in self._kept[-1:]:
-            for other in list(last.under_way):
-                room, requests = last.under_way.pop(other)  # removed first: after an error nobody waits for it again
+            while last.under_way:
+                other, (room, requests) = last.under_way.popitem()  # first: after an error nobody waits for it again
                 _wait(requests)
                 last.blocks[other] = room
             _wait(last.sends)
@@ -393,12 +374,6 @@ class Replica(Local):
 
     # --- restoring -------------------------------------------------------------------------------------------------
 
-    def _check_none(self, reports: list[_Report]) -> None:
-        """If no save is whole, raise RuntimeError on all ranks, unless there was none as far as they know."""
-        all_are_new = all(report.stepped_in and not report.saves for report in reports)
-        if all_are_new or not self._began_empty or any(save.complete for report in reports for save in report.saves):
-            raise RuntimeError(_lost(reports))
-
     def _known(self, comm: MPI.Intracomm, number: int, reports: list[_Report]) -> _Saved:
         """Return this rank's part of a save. A rank that has no part gets a description from another rank."""
         saved = next((save for save in self._kept if save.number == number), None)
@@ -415,8 +390,8 @@ class Replica(Local):
 
     def _redistributed(self, comm: MPI.Intracomm, saved: _Saved, holders: list[int]) -> Bytes:
         """Return this rank's blocks by the new grid. `holders`: the new rank that gives the blocks of each old one."""
-        packed = np.empty(sum(self._sizes(self._grid._layout, comm.rank)), np.uint8)
-        requests, kept, received = [], [], []
+        packed = self._room(self._grid._layout, comm.rank)
+        requests, received = [], []
         for other in range(comm.size):
             size = sum(part.nbytes for part in self._pieces(saved, holders, packed, other, comm.rank, False))
             received.append(np.empty(size, np.uint8))
@@ -424,8 +399,8 @@ class Replica(Local):
                 requests += [comm.Irecv(part, other, _BLOCKS) for part in _parts(received[-1])]
         for other in range(comm.size):
             pieces = self._pieces(saved, holders, packed, comm.rank, other, True)
-            message = np.concatenate([np.empty(0, np.uint8), *(_as_bytes(piece) for piece in pieces)])
-            kept.append(message)
+            parts = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
+            message = np.concatenate([np.empty(0, np.uint8), *parts])
             if other == comm.rank:
                 received[other] = message
             else:
@@ -470,10 +445,6 @@ def _wait(requests: Sequence[MPI.Request]) -> None:
 def _parts(message: Bytes) -> list[Bytes]:
     """Cut a message into parts whose bytes an int counts. An empty message has no parts."""
     return [message[start : start + _MOST] for start in range(0, len(message), _MOST)]
-
-
-def _as_bytes(piece: Any) -> Bytes:
-    return np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
 
 
 def _overlap(spec: _Field, old: Layout, source: int, new: Layout, target: int) -> list[tuple[slice, slice]] | None:

@@ -3,9 +3,8 @@
 Needs zarr, which the first call imports: pip install 'jaxmpi[io]'.
 """
 
-from jaxmpi._files.checkpoints import checkpoint, latest
 from jaxmpi._files.loading import load
-from jaxmpi._files.saving import save
+from jaxmpi._files.saving import checkpoint, latest, save
 from jaxmpi._files.writer import Writer
 
 __all__ = ["Writer", "checkpoint", "latest", "load", "save"]

@@ -44,19 +44,21 @@ class Region:
     nothing: bool = False
     """Whether this rank writes nothing. The points of an array without axes cannot express this."""
 
-    def pieces(self) -> Iterator[tuple[Index, tuple[slice, ...]]]:
-        """Yield the index of each chunk, and the place of its values in an array of the region's points."""
-        if self.nothing:
-            return
-        along = []
-        for size, (start, end) in zip(self.chunks, self.points, strict=True):
-            parts = []
-            for number in range(start // size, -(-end // size)) if end > start else ():
-                low, high = max(number * size, start), min((number + 1) * size, end)
-                parts.append((number, slice(low - start, high - start)))
-            along.append(parts)
-        for chosen in itertools.product(*along):
-            yield tuple(number for number, _ in chosen), tuple(where for _, where in chosen)
+
+def covering(
+    chunks: Sequence[int], points: Sequence[Interval]
+) -> Iterator[tuple[Index, tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield the chunks that have some of the points: the index, and the places in the chunk and among the points."""
+    along = []
+    for size, (start, end) in zip(chunks, points, strict=True):
+        parts = []
+        for number in range(start // size, -(-end // size)) if end > start else ():
+            origin = number * size
+            low, high = max(origin, start), min(origin + size, end)
+            parts.append((number, slice(low - origin, high - origin), slice(low - start, high - start)))
+        along.append(parts)
+    for chosen in itertools.product(*along):
+        yield tuple(c[0] for c in chosen), tuple(c[1] for c in chosen), tuple(c[2] for c in chosen)
 
 
 @dataclass(frozen=True)
@@ -113,28 +115,20 @@ def in_words(x: Any, work: Callable[[Any], Any]) -> Any:
     behind all others. NaN and infinity travel too, even if JAX is set to refuse them. Arrays travel from one device.
     """
     with jax.debug_nans(False), jax.debug_infs(False):
-        return _in_words(_on_one_device(x), work)
-
-
-def _on_one_device(x: Any) -> Any:
-    if isinstance(x, jax.Array) and len(x.devices()) > 1:
-        return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
-    return x
-
-
-def _in_words(x: Any, work: Callable[[Any], Any]) -> Any:
-    if keys.is_key(x):
-        return work(x)
-    dtype = np.dtype(x.dtype)
-    if dtype.itemsize <= 2 and dtype.kind not in "biu":
-        words = np.ascontiguousarray(values_of(x)).view(f"u{dtype.itemsize}")
-        return np.asarray(work(jax.device_put(words))).view(dtype)
-    if isinstance(x, jax.Array):
-        return work(x)
-    if jax.dtypes.canonicalize_dtype(dtype) == dtype:
-        return np.asarray(work(jax.device_put(x)))
-    words = np.ascontiguousarray(x)[..., None].view(np.uint32)
-    return np.ascontiguousarray(np.asarray(work(jax.device_put(words)))).view(dtype)[..., 0]
+        if isinstance(x, jax.Array) and len(x.devices()) > 1:
+            x = jax.device_put(x, min(x.devices(), key=lambda device: device.id))
+        if keys.is_key(x):
+            return work(x)
+        dtype = np.dtype(x.dtype)
+        if dtype.itemsize <= 2 and dtype.kind not in "biu":
+            words = np.ascontiguousarray(values_of(x)).view(f"u{dtype.itemsize}")
+            return np.asarray(work(jax.device_put(words))).view(dtype)
+        if isinstance(x, jax.Array):
+            return work(x)
+        if jax.dtypes.canonicalize_dtype(dtype) == dtype:
+            return np.asarray(work(jax.device_put(x)))
+        words = np.ascontiguousarray(x)[..., None].view(np.uint32)
+        return np.ascontiguousarray(np.asarray(work(jax.device_put(words)))).view(dtype)[..., 0]
 
 
 def blocks(
@@ -150,17 +144,14 @@ def blocks(
     `kept`: the shape of a chunk in an existing file."""
     whole = tuple(shape)
     points = [whole[axis] for axis in axes]
+    sizes = list(whole)
+    even = [-(-count // number) for count, number in zip(points, grid.processes, strict=True)]
+    for axis, size in zip(axes, even if requested is None else requested, strict=True):
+        sizes[axis] = size
     if kept is not None and len(kept) == len(whole):
         sizes = list(kept)
     elif requested is None:
-        sizes = list(whole)
-        for axis, count, number in zip(axes, points, grid.processes, strict=True):
-            sizes[axis] = -(-count // number)
         sizes = limited(sizes, dtype.itemsize)
-    else:
-        sizes = list(whole)
-        for axis, size in zip(axes, requested, strict=True):
-            sizes[axis] = size
     sizes = [max(1, size) for size in sizes]
     regions = [
         _regions(size, sizes[axis], grid._layout.intervals(at))

@@ -55,13 +55,10 @@ def place(path: Any, operation: str) -> str:
     whole = os.path.abspath(text)
     if os.path.islink(whole):  # write the folder that the link leads to, where there is room for hidden folders
         whole = os.path.realpath(whole)
-    if not os.path.basename(whole):
-        raise ValueError(f"{operation}: path is {text!r}: pass the name of a folder to be made.")
     return whole
 
 
-def is_there(path: Path) -> bool:
-    return os.path.lexists(path)
+is_there = os.path.lexists
 
 
 def is_ours(path: Path) -> bool:
@@ -130,17 +127,10 @@ class Lock:
                 self.take(path, operation)
 
     def holds(self, path: Path) -> bool:
-        """Return whether the locked folder has this name."""
         try:
             return self._file is not None and os.path.samestat(os.fstat(self._file), os.stat(path))
         except FileNotFoundError:
             return False
-
-    def moved(self) -> "Lock":
-        """Return the lock as another object, and give it up here."""
-        lock = Lock()
-        lock._file, self._file = self._file, None
-        return lock
 
     def release(self) -> None:
         if self._file is not None:
@@ -166,7 +156,7 @@ def begin(path: Path, overwrite: bool, operation: str, new: Lock, old: Lock) -> 
     calls `drop`.
     """
     folder = partial(path)
-    make_parents(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     new.make(folder, operation)
     _put_back(path)
     while is_there(path) and not old.is_held:
@@ -187,19 +177,6 @@ def _put_back(path: Path) -> None:
     the new state, so no other job is between its two renames."""
     if not is_there(path) and is_there(replaced(path)):
         os.rename(replaced(path), path)
-
-
-def make_parents(path: Path) -> None:
-    """Make the folders that contain a path. If one cannot be made, remove the others again."""
-    absent = [parent for parent in path.parents if not is_there(parent)]
-    try:
-        for parent in reversed(absent):
-            parent.mkdir(exist_ok=True)
-    except OSError:
-        for parent in absent:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
 
 
 def publish(path: Path, new: Lock, old: Lock, operation: str) -> None:
@@ -238,9 +215,8 @@ def remove(path: Path, operation: str) -> None:
 
 def numbers(folder: Path) -> list[int]:
     """Return the names in a folder of checkpoints that are numbers, in ascending order. Some may not be our states."""
-    if not folder.is_dir():
-        return []
-    names = [match for name in os.listdir(folder) if (match := _STATE.fullmatch(name))]
+    listed = os.listdir(folder) if folder.is_dir() else ()
+    names = [match for name in listed if (match := _STATE.fullmatch(name))]
     known = {match[2] for match in names if (match[1], match[3]) in (("", ""), (".", ".replaced"))}
     return sorted(int(name) for name in known if numbered(folder, int(name)).name == name)
 
@@ -250,24 +226,17 @@ def numbered(folder: Path, number: int) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the path of the state with the largest number, or None if there is none."""
-    paths = (numbered(folder, number) for number in reversed(numbers(folder)))
-    return next((path for path in paths if _is_state(path)), None)
-
-
-def _is_state(path: Path) -> bool:
-    try:
-        return is_ours(look(path)[0])
-    except OSError:
-        return False
+    for number in reversed(numbers(folder)):
+        with contextlib.suppress(OSError):
+            if is_ours(look(numbered(folder, number))[0]):
+                return numbered(folder, number)
+    return None
 
 
 def tidy(folder: Path, operation: str) -> None:
     """Remove the remains of runs that died from a folder of checkpoints, and put back the states that they replaced.
     Raise OSError if another job is writing there."""
-    if not folder.is_dir():
-        return
-    for name in os.listdir(folder):
+    for name in os.listdir(folder) if folder.is_dir() else ():
         match = _STATE.fullmatch(name)
         if match and match[1]:
             settle(folder / match[2], operation)
@@ -289,9 +258,10 @@ def settle(path: Path, operation: str) -> None:
 
 def prune(folder: Path, keep: int, written: int, operation: str) -> None:
     """Remove all states but `keep`: the one that was just written, and the newest ones. Leave what is not ours."""
-    others = [number for number in numbers(folder) if number != written and is_ours(numbered(folder, number))]
-    for number in others[: max(0, len(others) - keep + 1)]:
-        remove(numbered(folder, number), operation)
+    with naming(f"{operation}: cannot remove old states in", folder):
+        others = [number for number in numbers(folder) if number != written and is_ours(numbered(folder, number))]
+        for number in others[: max(0, len(others) - keep + 1)]:
+            remove(numbered(folder, number), operation)
 
 
 @contextlib.contextmanager

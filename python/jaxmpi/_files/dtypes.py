@@ -19,14 +19,9 @@ _PLAIN = {
 }
 """The dtypes that Zarr has."""
 _WIDER = {
-    "bfloat16": "float32",
-    "float8_e8m0fnu": "float32",
-    "int1": "int8",
-    "int2": "int8",
-    "int4": "int8",
-    "uint1": "uint8",
-    "uint2": "uint8",
-    "uint4": "uint8",
+    **dict.fromkeys(("bfloat16", "float8_e8m0fnu"), "float32"),
+    **dict.fromkeys(("int1", "int2", "int4"), "int8"),
+    **dict.fromkeys(("uint1", "uint2", "uint4"), "uint8"),
 }
 """The stored dtype of each dtype that Zarr lacks. Other floating-point numbers of one byte fit in float16."""
 
@@ -64,10 +59,9 @@ def encode(values: np.ndarray) -> np.ndarray:
 
 
 def decode(values: np.ndarray, name: str) -> np.ndarray:
-    """Return stored values in the dtype of this name."""
     dtype = named(name)
     if name == "bfloat16":
-        return np.asarray(_contiguous(values).view(np.uint32) >> 16).astype(np.uint16).view(dtype)
+        return np.asarray(np.asarray(values, order="C").view(np.uint32) >> 16).astype(np.uint16).view(dtype)
     if dtype.itemsize == 1 and _is_floating(dtype):
         with np.errstate(all="ignore"):
             converted = values.astype(dtype)
@@ -94,9 +88,4 @@ def _of_nan(values: np.ndarray) -> tuple[int, np.ndarray]:
     """Return the bits of a NaN, and the last bits of all values."""
     bits = np.dtype(f"u{values.itemsize}")
     quiet = int(np.array(np.nan, values.dtype).view(bits))
-    return quiet, _contiguous(values).view(bits) & 0xFF
-
-
-def _contiguous(values: np.ndarray) -> np.ndarray:
-    """Return the values in one piece of memory, in the same shape. `np.ascontiguousarray` adds an axis to a scalar."""
-    return np.asarray(values, order="C")
+    return quiet, np.asarray(values, order="C").view(bits) & 0xFF  # np.ascontiguousarray adds an axis to a scalar

@@ -16,10 +16,10 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import chunks as tiles
-from jaxmpi._files import dtypes, metadata, records, rows, trees
-from jaxmpi._files.chunks import Blocks, Region, Whole
+from jaxmpi._files import metadata, records, rows, trees
+from jaxmpi._files.chunks import Region
 from jaxmpi._files.records import Record
-from jaxmpi._files.rows import Indices, Rows
+from jaxmpi._files.rows import Rows
 from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Grid
 from jaxmpi._jax import internals
@@ -40,19 +40,10 @@ class StoredArray:
 
     record: Record
     value: Any
-    source: Blocks | Rows | Indices | Whole | None
-    """The source of this rank's region. None: no array holds the value."""
+    source: Any
+    """The source of this rank's region: Blocks, Rows or Whole. None: no array holds the value."""
     dims: tuple[str, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype in the file."""
-        return dtypes.stored(dtypes.named(self.record.dtype))
-
-    def bits(self) -> np.ndarray:
-        """Return all values of an array that is not divided."""
-        return tiles.values_of(self.value)
 
 
 @dataclass
@@ -65,6 +56,7 @@ class Options:
     dims: Any = None
     coords: Any = None
     attrs: Any = None
+    compressor: Any = None
     kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The shapes of chunks of arrays in an existing file."""
 
@@ -79,7 +71,6 @@ def communicator(divisions: Any, comm: Any, operation: str) -> MPI.Comm:
 
 
 def divided(divisions: Any) -> list[Any]:
-    """Return the grids and maps in a tree of divisions."""
     return [x for x in jax.tree.leaves(divisions, is_leaf=trees.is_division) if isinstance(x, Grid | IndexMap)]
 
 
@@ -88,39 +79,35 @@ def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracom
     """Yield the clone on which ranks agree. Share the facts about maps that all ranks need. Raise errors of one rank on
     all. In the context, errors of MPI that mean a death become ProcessFailed."""
     internals.check_outside(operation)
-    known_comm, _ = agreement.capture(lambda: communicator(divisions, comm, operation))  # `_maps` raises an error again
+    known_comm, failure = agreement.capture(lambda: communicator(divisions, comm, operation))
     known = communicators.resolve(known_comm, operation)
     known_comm = communicators.default_mpi() if known_comm is None else known_comm
     with survival.failing(known_comm, f"io.{operation}"):
         with waiting(known, f"io.{operation}"):  # if a rank does not come, the others report it
             clone = clone_of(known_comm)
-            rows.learn(clone, operation, lambda: _maps(divisions, comm, clone, operation))
+
+            def find() -> list[IndexMap]:
+                if failure is not None:
+                    raise failure
+                listed = divided(divisions)
+                for division in listed:
+                    division._check_alive(operation)
+                for other in (*(division.comm for division in listed), clone if comm is None else comm):
+                    if MPI.Comm.Compare(clone, other) not in (MPI.IDENT, MPI.CONGRUENT):
+                        raise ValueError(
+                            f"{operation}: grids and comm have communicators of other ranks, or of the same in another "
+                            "order: make all with one comm=."
+                        )
+                return [division for division in listed if isinstance(division, IndexMap)]
+
+            rows.learn(clone, operation, find)
         yield clone
-
-
-def _maps(divisions: Any, comm: Any, clone: MPI.Intracomm, operation: str) -> list[IndexMap]:
-    """Return the maps among divisions. Raise an error unless all grids and maps, and the communicator of the user, live
-    and have the same ranks."""
-    communicator(divisions, comm, operation)
-    listed = divided(divisions)
-    for division in listed:
-        division._check_alive(operation)
-    for other in (*(division.comm for division in listed), *([] if comm is None else [comm])):
-        if MPI.Comm.Compare(clone, other) not in (MPI.IDENT, MPI.CONGRUENT):
-            raise ValueError(
-                f"{operation}: grids and comm have communicators of other ranks, or of the same in another order: "
-                "make all with one comm=."
-            )
-    return [division for division in listed if isinstance(division, IndexMap)]
 
 
 def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, operation: str) -> list[StoredArray]:
     """Return the leaves of a tree, each with its array in the file and its source. Raise TypeError or ValueError."""
     names, leaves = trees.leaves(tree, operation)
     each = trees.spread(divisions, tree, operation)
-    for division in each:
-        if division is not None:
-            division._check_alive(operation)
     check_needed(divided(divisions), options, operation)
     dims = Dimensions(each, options.dims, operation)
     arrays: list[StoredArray] = []
@@ -138,7 +125,7 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
             part = _rows(record, x, division, comm, options, operation)
         part.dims = dims.of(part, division)
         arrays.append(part)
-        if isinstance(part.source, Rows) and part.source.numbering.has_gaps:
+        if isinstance(part.source, Rows) and part.source.map._numbering.has_gaps:
             index = part.dims[0]
             part.record = dataclasses.replace(part.record, index=index)
             indices[index] = part.source
@@ -147,7 +134,12 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
             f"{operation}: a leaf of the tree and the indices of rows are both called {min(clash)!r}: rename the leaf, "
             "or pass dims=."
         )
-    return [*arrays, *(_indices(name, source) for name, source in indices.items())]
+    for name, source in indices.items():  # coordinates with the indices of the rows
+        region = Region(source.region.shape[:1], source.region.chunks[:1], source.region.points[:1])
+        record = Record(name, "index", "int64", region.shape, "rows", (0,))
+        source = dataclasses.replace(source, region=region, takes_indices=True)
+        arrays.append(StoredArray(record, None, source, (name,)))
+    return arrays
 
 
 def check_needed(divisions: Sequence[Any], options: Options, operation: str) -> None:
@@ -163,28 +155,16 @@ def check_needed(divisions: Sequence[Any], options: Options, operation: str) -> 
         raise ValueError(f"{operation}: chunks is for fields, and there are none: pass a Grid or IndexMap as grid=.")
 
 
-def check_names(arrays: Sequence[StoredArray], operation: str) -> None:
-    """Raise ValueError if a number and an axis have the same name, because xarray could not open the file."""
-    dims = {dim for part in arrays for dim in part.dims}
-    for part in arrays:
-        if part.record.name in dims and part.source is not None and not part.dims:
-            raise ValueError(
-                f"{operation}: a leaf of the tree and an axis are both called {part.record.name!r}: rename the "
-                "leaf, or pass other dims=."
-            )
-
-
 def _axes_of(division: Any) -> int:
     return len(division.processes) if isinstance(division, Grid) else 1
 
 
 def whole(record: Record, x: Any, comm: MPI.Comm) -> StoredArray:
-    """Return a leaf that is the same on all ranks."""
     if not record.stored:
         return StoredArray(record, x, None)
-    x = records.array(record, x)
-    dtype = dtypes.stored(dtypes.named(record.dtype))
-    return StoredArray(record, x, tiles.whole((*record.shape, *record.words), dtype, comm.rank, comm.size))
+    shape = (*record.shape, *record.words)
+    source = tiles.whole(shape, record.stored_dtype, comm.rank, comm.size)
+    return StoredArray(record, records.array(record, x), source)
 
 
 def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, operation: str) -> StoredArray:
@@ -195,10 +175,9 @@ def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, op
     axes = tuple(axis % x.ndim for axis in cut.axes)
     shape = tuple(cut._with([size + extra for size, extra in zip(grid.global_shape, cut.staggered, strict=True)]))
     record = dataclasses.replace(record, shape=shape, division="grid", axes=axes)
-    dtype = dtypes.stored(dtypes.named(record.dtype))
-    sizes = chunk_sizes(options.chunks, len(axes), operation)
-    kept = options.kept.get(record.name)
-    return StoredArray(record, x, tiles.blocks(grid, (*shape, *record.words), axes, widths, dtype, sizes, kept))
+    sizes, kept = chunk_sizes(options.chunks, len(axes), operation), options.kept.get(record.name)
+    source = tiles.blocks(grid, (*shape, *record.words), axes, widths, record.stored_dtype, sizes, kept)
+    return StoredArray(record, x, source)
 
 
 def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: Options, operation: str) -> StoredArray:
@@ -208,21 +187,10 @@ def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: O
             f"{sum(map.sizes)} rows: {map.sizes[0]} that it owns, then {map.sizes[1]} ghosts. A tree as grid= says "
             'which leaves are rows of the map: {"state": map, "step": None}.'
         )
-    numbering = rows.numbering(map)
-    record = dataclasses.replace(record, shape=(numbering.total, *x.shape[1:]), division="rows", axes=(0,))
+    record = dataclasses.replace(record, shape=(map._total, *x.shape[1:]), division="rows", axes=(0,))
     sizes = options.kept.get(record.name) or chunk_sizes(options.chunks, 1, operation)
-    dtype = dtypes.stored(dtypes.named(record.dtype))
     shape = (*x.shape[1:], *record.words)
-    region, run = rows.source(numbering, comm, shape, dtype, sizes[0] if sizes else None)
-    return StoredArray(record, x, Rows(region, map, numbering, comm, run))
-
-
-def _indices(name: str, source: Rows) -> StoredArray:
-    """Return the coordinate with the indices of the rows."""
-    run = source.region.points[0]
-    region = Region((source.numbering.total,), source.region.chunks[:1], (run,))
-    record = Record(name, "index", "int64", region.shape, "rows", (0,))
-    return StoredArray(record, None, Indices(region, source.map, source.numbering, source.comm, source.run), (name,))
+    return StoredArray(record, x, rows.source(map, comm, shape, record.stored_dtype, sizes[0] if sizes else None))
 
 
 def chunk_sizes(chunks: Any, axes: int, operation: str) -> tuple[int, ...] | None:
@@ -238,7 +206,6 @@ def chunk_sizes(chunks: Any, axes: int, operation: str) -> tuple[int, ...] | Non
 
 
 def _check_lengths(listed: Any, each: Sequence[Any], operation: str, name: str) -> None:
-    """Raise ValueError if no division has as many axes as the list has entries."""
     counts = sorted({_axes_of(division) for division in each if division is not None})
     if len(listed) not in counts:
         raise ValueError(
@@ -257,19 +224,15 @@ class Dimensions:
         self._operation = operation
         self._names = None if names is None else [names] if isinstance(names, str) else list(names)
         if self._names is not None:
-            if not all(isinstance(name, str) and name for name in self._names) or len({*self._names}) < len(
-                self._names
-            ):
+            plain = all(isinstance(name, str) and name and name == trees.plain(name) for name in self._names)
+            if not plain or len({*self._names}) < len(self._names):
                 raise ValueError(
-                    f"{operation}: dims is {names!r}: pass different names, one for each axis of the grid."
+                    f"{operation}: dims is {names!r}: pass names without / and \\, one for each axis of the grid."
                 )
             for name in self._names:
-                trees.check_name(trees.plain(name), f"dims={names!r}", operation)
-                if name != trees.plain(name):
-                    raise ValueError(f"{operation}: dims is {names!r}: pass names without / and \\.")
+                trees.check_name(name, f"dims={names!r}", operation)
             _check_lengths(self._names, each, operation, "dims")
         self._meanings: dict[str, tuple[int, Any]] = {}
-        self._known: dict[Any, list[str]] = {}
 
     def of(self, part: StoredArray, division: Any) -> tuple[str, ...]:
         if part.source is None:
@@ -285,9 +248,6 @@ class Dimensions:
     def _base(self, division: Any, sizes: Sequence[int]) -> list[str]:
         """Return the names of the axes of a division. Grids of one shape share them."""
         of_grid = isinstance(division, Grid)
-        token = tuple(sizes) if of_grid else division
-        if token in self._known:
-            return self._known[token]
         named = self._names is not None and len(self._names) == len(sizes)
         default = [f"axis_{axis}" for axis in range(len(sizes))] if of_grid else ["index"]
         base = self._names if named and self._names else default
@@ -303,22 +263,17 @@ class Dimensions:
                     "out, or save them to different files."
                 )
         self._meanings.update(meanings_by_name)
-        self._known[token] = names
         return names
 
 
 def coordinates(arrays: Sequence[StoredArray], coords: Any, comm: MPI.Comm, operation: str) -> list[StoredArray]:
-    """Return the coordinates, as arrays with the names of their dimensions."""
     if coords is None:
         return []
     if not isinstance(coords, Mapping):
         raise TypeError(f"{operation}: coords is {coords!r:.60}: pass a dict with an array for a dimension's name.")
-    sizes = {
-        dim: size
-        for part in arrays
-        if part.source
-        for dim, size in zip(part.dims, part.source.region.shape, strict=True)
-    }
+    sizes: dict[str, int] = {}
+    for part in arrays:
+        sizes.update(zip(part.dims, part.source.region.shape if part.source else (), strict=True))
     taken = {part.record.name for part in arrays}
     listed = []
     for name, values in coords.items():

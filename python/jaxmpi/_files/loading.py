@@ -1,9 +1,8 @@
 """`jaxmpi.io.load`: a tree, read by all ranks, on any grid and any number of ranks."""
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,54 +31,41 @@ _TRIES = 50
 
 @dataclass(frozen=True)
 class State:
-    """A state as its metadata describe it."""
-
     path: Path
     skeleton: Any
     records: Mapping[str, Record]
     arrays: Mapping[str, store.Stored]
 
-    @staticmethod
-    def from_bytes(path: Path, data: bytes, operation: str) -> "State":
-        """Read metadata. Raise ValueError if they are not the metadata of a state, or are damaged."""
-        root = metadata.decode(path, data, operation)
-        if root is None:
-            raise ValueError(
-                f"{operation}: {path} is Zarr, but no state of jaxmpi.io: read it with zarr or xarray instead."
-            )
-        if "series" in root.text:
-            raise ValueError(
-                f"{operation}: {path} is a series of a jaxmpi.io.Writer: read it with xarray or zarr. To continue from "
-                "a state, save it with jaxmpi.io.checkpoint."
-            )
-        return metadata.parsed(path, partial(State._from_root, path, root), operation)
 
-    @staticmethod
-    def _from_root(path: Path, root: metadata.Root) -> "State":
-        records = {record.name: record for record in map(Record.from_json, root.text["leaves"])}
-        sums = root.text.get("sums")
+def _state(path: Path, data: bytes, operation: str) -> State:
+    """Read metadata. Raise ValueError if they are not the metadata of a state, or are damaged."""
+    root = metadata.decode(path, data, operation)
+    if root is None or "series" in root[0]:
+        what = "Zarr, but no state of jaxmpi.io" if root is None else "a series of a jaxmpi.io.Writer"
+        raise ValueError(
+            f"{operation}: {path} is {what}: read it with xarray or zarr. To continue from a state, save it with "
+            "jaxmpi.io.checkpoint."
+        )
+    text, metas = root
+
+    def parse() -> State:
+        records = {record.name: record for record in map(Record.from_json, text["leaves"])}
         arrays = {}
         for name, record in records.items():
             if record.stored:
-                sums_of_chunks = None if sums is None else metadata.unpack(sums[name])
-                arrays[name] = store.Stored.from_meta(path / name, root.arrays[name], sums_of_chunks)
-                _check_stored(record, arrays[name])
+                sums = metadata.unpack(text["sums"][name])
+                stored = arrays[name] = store.Stored.from_meta(path / name, metas[name], sums)
+                shape = (*record.shape, *record.words)
+                wrong_axes = any(not 0 <= axis < len(shape) for axis in record.axes)
+                if (stored.dtype, stored.shape) != (record.stored_dtype, shape) or wrong_axes:
+                    raise ValueError(f"{record} is stored as {stored.dtype} of shape {stored.shape}")
             elif record.type != "str":
                 int(record.value or "")
             if record.index and records[record.index].type != "index":
                 raise ValueError(f"{record.index} has no indices of rows")
-        return State(path, root.text["tree"], records, arrays)
+        return State(path, text["tree"], records, arrays)
 
-
-def _check_stored(record: Record, stored: store.Stored) -> None:
-    """Raise ValueError unless an array matches the record of its leaf."""
-    dtype, shape = dtypes.stored(dtypes.named(record.dtype)), (*record.shape, *record.words)
-    if (stored.dtype, stored.shape) != (dtype, shape) or any(not 0 <= axis < len(shape) for axis in record.axes):
-        raise ValueError(f"{record} is stored as {stored.dtype} of shape {stored.shape}")
-
-
-class _Replaced(Exception):
-    """Another job has replaced the state while this one was reading it."""
+    return metadata.parsed(path, parse, operation)
 
 
 @dataclass(frozen=True)
@@ -91,10 +77,6 @@ class Wanted:
     axes: tuple[int, ...]
     staggered: tuple[int, ...]
     widths: Any
-
-    def text(self) -> str:
-        """Return the text that must be the same on all ranks."""
-        return f"{self.record}, loaded along {self.axes} with width {self.widths}"
 
 
 def load(
@@ -140,15 +122,28 @@ def load(
             )
 
             def work(where: Path = where, data: bytes = data) -> tuple[Any, agreement.Facts]:
-                state = State.from_bytes(where, data, operation)
+                state = _state(where, data, operation)
                 wanted, build = _wanted(state, grid, width, axes, like)
-                facts = [(f"what is wanted of {leaf.record.name}", leaf.text()) for leaf in wanted]
+                facts = [
+                    (f"what is wanted of {leaf.record.name}", f"{leaf.record}, along {leaf.axes}, width {leaf.widths}")
+                    for leaf in wanted
+                ]
                 return (state, wanted, build), facts
 
             state, wanted, build = agreement.check_equal(clone, operation, work)
-            check = partial(_check_read, clone, path, data, operation)
-            with contextlib.suppress(_Replaced):
-                return build(_values(clone, state, wanted, check, operation))
+            read = partial(_read, state, wanted, clone, operation)
+            try:
+                readers = _readers(clone, state, wanted, operation)
+                values = agreement.run_on_all(clone, operation, read)
+            except Exception:  # on all ranks
+                if agreement.of_rank(clone, clone.rank == 0 and _is_another(path, data, operation)):
+                    continue
+                raise
+            for i, leaf in enumerate(wanted):
+                values[i] = _finished(
+                    values[i], leaf, readers.get(i)
+                )  # frees the stored values, one leaf after the other
+            return build(values)
         raise OSError(
             f"{operation}: other jobs have replaced {path} {_TRIES} times while it was read: wait for their end."
         )
@@ -173,17 +168,8 @@ def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
             raise FileNotFoundError(f"{operation}: {text}") from None
 
 
-def _check_read(comm: MPI.Intracomm, path: Any, data: bytes, operation: str, failure: Exception | None) -> None:
-    """Raise an error of one rank on all ranks. Raise `_Replaced` if another state has taken the place of this one."""
-    try:
-        agreement.sums(comm, operation, failure)
-    except Exception:
-        if agreement.of_rank(comm, comm.rank == 0 and _is_another(path, data, operation)):
-            raise _Replaced from None
-        raise
-
-
 def _is_another(path: Any, data: bytes, operation: str) -> bool:
+    """Return whether another job has replaced the state."""
     try:
         return commit.look(Path(commit.place(path, operation)))[1] != data
     except OSError:
@@ -216,9 +202,17 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
     wanted = []
     for record, target, division, leaf_width in zip(records, targets, each, widths, strict=True):
         leaf = _place(record, division, leaf_width, axes, operation)
-        _check_possible(record, operation)
-        if hasattr(target, "shape"):
-            _check_shape(leaf, tuple(target.shape), operation)
+        if record.type == "jax" and jax.dtypes.canonicalize_dtype(kind := dtypes.named(record.dtype)) != kind:
+            raise ValueError(
+                f"{operation}: {record.name} is of {record.dtype}, which JAX has only with 64-bit types: set "
+                'JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True) before, or get an array of NumPy by a '
+                f"like= that has np.empty(..., np.{record.dtype}) there."
+            )
+        if hasattr(target, "shape") and tuple(target.shape) != _local_shape(leaf):
+            raise ValueError(
+                f"{operation}: {record.name} in like has shape {tuple(target.shape)}, and the loaded one has "
+                f"{_local_shape(leaf)} on this rank."
+            )
         wanted.append(leaf)
     return wanted, lambda values: jax.tree.unflatten(structure, values)
 
@@ -227,13 +221,11 @@ def _retyped(record: Record, x: Any, operation: str) -> Record:
     """Return the record of a leaf with the type that `like` has there. Raise ValueError if the dtype differs."""
     kind, dtype = type(x).__name__, getattr(x, "dtype", None)
     if dtype is not None:
-        key = keys.is_key(x)
-        kind = (
-            "key" if key else "numpy" if isinstance(x, np.ndarray) else "scalar" if isinstance(x, np.generic) else "jax"
-        )
-        same = record.type == "key" if key else record.type != "key" and np.dtype(dtype).name == record.dtype
-        if key and same and str(keys.impl(x.dtype)) != record.impl:
-            same = False
+        if keys.is_key(x):
+            kind, same = "key", record.type == "key" and str(keys.impl(dtype)) == record.impl
+        else:
+            kind = "numpy" if isinstance(x, np.ndarray) else "scalar" if isinstance(x, np.generic) else "jax"
+            same = record.type != "key" and np.dtype(dtype).name == record.dtype
     else:
         same = kind == record.type or (
             kind in _PYTHON and record.type in ("jax", "numpy", "scalar") and not record.shape
@@ -248,31 +240,18 @@ def _retyped(record: Record, x: Any, operation: str) -> Record:
     return dataclasses.replace(record, type=kind, weak="weak" if getattr(x, "weak_type", False) else "")
 
 
-def _check_possible(record: Record, operation: str) -> None:
-    if record.type != "jax":
-        return
-    if jax.dtypes.canonicalize_dtype(dtypes.named(record.dtype)) != dtypes.named(record.dtype):
-        raise ValueError(
-            f"{operation}: {record.name} is of {record.dtype}, which JAX has only with 64-bit types: set "
-            'JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True) before, or get an array of NumPy by a like= '
-            f"that has np.empty(..., np.{record.dtype}) there."
-        )
-
-
 def _place(record: Record, division: Any, width: Any, axes: Any, operation: str) -> Wanted:
-    """Return the leaf with its division here."""
     if division is None or not record.division:
         return Wanted(record, None, (), (), ())
-    division._check_alive(operation)
     if isinstance(division, IndexMap):
         if record.division != "rows":
             raise ValueError(
                 f"{operation}: {record.name} was not divided by an IndexMap: pass a Grid, or None for all of it."
             )
-        total = rows.numbering(division).total
-        if total != record.shape[0]:
+        if division._total != record.shape[0]:
             raise ValueError(
-                f"{operation}: {record.name} has {record.shape[0]} rows, and all ranks together own {total} of the map."
+                f"{operation}: {record.name} has {record.shape[0]} rows, and all ranks together own {division._total} "
+                "of the map."
             )
         return Wanted(record, division, (0,), (0,), ())
     division._need_shape(operation)
@@ -302,98 +281,61 @@ def _local_shape(leaf: Wanted) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _check_shape(leaf: Wanted, shape: tuple[int, ...], operation: str) -> None:
-    right = _local_shape(leaf)
-    if shape != right:
-        raise ValueError(
-            f"{operation}: {leaf.record.name} in like has shape {shape}, and the loaded one has {right} on this rank."
-        )
-
-
-def _values(
-    comm: MPI.Intracomm,
-    state: State,
-    wanted: Sequence[Wanted],
-    check: Callable[[Exception | None], None],
-    operation: str,
-) -> list[Any]:
-    """Return the values of the leaves. All ranks call `check` with the read error of this one, if any."""
-    readers = _readers(comm, state, wanted, check, operation)
-    failure: Exception | None = None
-    loaded: list[Any] = []
-    for leaf, reader in zip(wanted, readers, strict=True):
-        values, error = (None, None) if failure else agreement.capture(partial(_read, state, leaf, reader, operation))
-        failure = failure or error
-        loaded.append(values)
-    check(failure)
-    for i, (leaf, reader) in enumerate(zip(wanted, readers, strict=True)):
-        loaded[i] = _finished(loaded[i], leaf, reader)  # frees the stored values, one leaf after the other
-    return loaded
-
-
-def _readers(
-    comm: MPI.Intracomm,
-    state: State,
-    wanted: Sequence[Wanted],
-    check: Callable[[Exception | None], None],
-    operation: str,
-) -> list[rows.Reader | None]:
-    """Return the transfers of rows to the ranks that need them, for the leaves that are rows."""
-    known: dict[Any, rows.Reader] = {}
-    readers: list[rows.Reader | None] = []
-    for leaf in wanted:
+def _readers(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operation: str) -> dict[int, rows.Transfer]:
+    """Return the transfers of rows to the ranks that need them, for leaves that are rows. Raise errors on all ranks."""
+    known: dict[Any, rows.Transfer] = {}
+    readers: dict[int, rows.Transfer] = {}
+    for i, leaf in enumerate(wanted):
         if not isinstance(leaf.division, IndexMap):
-            readers.append(None)
             continue
         stored, index = state.arrays[leaf.record.name], leaf.record.index
         key = leaf.division, index, stored.chunks[0]
         if key not in known:
-            run = rows.run_of(stored.shape[0], comm.size, stored.chunks[0])
-            points = rows.interval(run, stored.shape[0], comm.rank)
-            indices, failure = agreement.capture(partial(_indices, state, index, points, operation))
-            check(failure)
-            assert indices is not None
+            points = _run(stored, comm)
+            indices = agreement.run_on_all(comm, operation, partial(_indices, state, index, points, operation))
             try:
-                known[key] = rows.reader(leaf.division, indices, points)
+                known[key] = rows.reader(leaf.division, indices)
             except ValueError as error:
-                text = (
-                    str(error)
-                    .removeprefix("IndexMap: ")
-                    .replace("no rank owns", "the file has no rows")
-                    .partition(". ")[0]
-                )
+                text = str(error).replace("IndexMap: no rank owns", "the file has no rows").partition(". ")[0]
                 raise ValueError(f"{operation}: {leaf.record.name} and the map have other rows: {text}") from error
-        readers.append(known[key])
+        readers[i] = known[key]
     return readers
 
 
+def _run(stored: store.Stored, comm: MPI.Intracomm) -> Interval:
+    """Return the rows of the file that this rank reads."""
+    return rows.interval(rows.run_of(stored.shape[0], comm.size, stored.chunks[0]), stored.shape[0], comm.rank)
+
+
 def _indices(state: State, index: str, points: Interval, operation: str) -> np.ndarray:
-    """Return the global indices of rows of the file."""
     if not index:
         return np.arange(*points)
     with commit.naming(f"{operation}: cannot read", state.path / index):
         return store.read(state.arrays[index], [points]).astype(np.int64)
 
 
-def _read(state: State, leaf: Wanted, reader: rows.Reader | None, operation: str) -> Any:
-    """Read this rank's points of a leaf without halo, in the dtype of the file; or return a value that has no array."""
-    record = leaf.record
-    if record.value is not None:
-        return record.value if record.type == "str" else int(record.value)
-    stored = state.arrays[record.name]
-    points: list[Interval] = [(0, size) for size in stored.shape]
-    if isinstance(leaf.division, Grid):
-        rank = leaf.division._comm.rank
-        for axis, (start, size) in zip(leaf.axes, leaf.division._extents(rank, leaf.staggered), strict=True):
-            points[axis] = (start, start + size)
-    if reader is not None:
-        points[0] = reader.points
-    with commit.naming(f"{operation}: cannot read", stored.path):
-        return store.read(stored, points)
+def _read(state: State, wanted: Sequence[Wanted], comm: MPI.Intracomm, operation: str) -> list[Any]:
+    """Read this rank's points of the leaves without halo, in the dtypes of the file, and values that have no array."""
+    values: list[Any] = []
+    for leaf in wanted:
+        record = leaf.record
+        if record.value is not None:
+            values.append(record.value if record.type == "str" else int(record.value))
+            continue
+        stored = state.arrays[record.name]
+        points: list[Interval] = [(0, size) for size in stored.shape]
+        if isinstance(leaf.division, Grid):
+            extents = leaf.division._extents(leaf.division._comm.rank, leaf.staggered)
+            for axis, (start, size) in zip(leaf.axes, extents, strict=True):
+                points[axis] = (start, start + size)
+        elif isinstance(leaf.division, IndexMap):
+            points[0] = _run(stored, comm)
+        with commit.naming(f"{operation}: cannot read", stored.path):
+            values.append(store.read(stored, points))
+    return values
 
 
 def _typed(record: Record, stored: np.ndarray) -> Any:
-    """Return values in the type of the record."""
     values = dtypes.decode(stored, record.dtype)
     if record.type in _PYTHON:
         return _PYTHON[record.type](values[()])
@@ -406,7 +348,7 @@ def _typed(record: Record, stored: np.ndarray) -> Any:
     return jax.random.wrap_key_data(array, impl=record.impl) if record.type == "key" else array
 
 
-def _finished(values: Any, leaf: Wanted, reader: rows.Reader | None) -> Any:
+def _finished(values: Any, leaf: Wanted, reader: rows.Transfer | None) -> Any:
     """Return the leaf from the values in the file, with halo or ghosts. All ranks call it together."""
     if leaf.record.value is not None:
         return values
@@ -414,11 +356,8 @@ def _finished(values: Any, leaf: Wanted, reader: rows.Reader | None) -> Any:
         values = chunks.in_words(values, reader.move)
     if isinstance(leaf.division, Grid) and any(map(any, leaf.widths)):
         grid = leaf.division
-
-        def fill(x: Any) -> Any:
-            return grid.exchange(grid.pad(x, leaf.widths, axes=leaf.axes), leaf.widths, axes=leaf.axes)
-
-        values = chunks.in_words(values, fill)
+        pad = partial(grid.pad, width=leaf.widths, axes=leaf.axes)
+        values = chunks.in_words(values, lambda x: grid.exchange(pad(x), leaf.widths, axes=leaf.axes))
     value = _typed(leaf.record, values)
     shape, dtype = np.shape(value), getattr(value, "dtype", None)
     if shape != _local_shape(leaf) or (leaf.record.type in ("jax", "numpy", "scalar") and dtype != leaf.record.dtype):

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,21 +19,15 @@ KEY = "jaxmpi"
 """The name of jaxmpi's attribute of the group."""
 META = "zarr.json"
 FORMAT = 2
-"""The number of the format of trees. Format 1, whose attribute is an object without checksums, can be read."""
+"""The number of the format of trees."""
 
 
 class Refusal(ValueError):
     """Metadata that are correct, but cannot be used here. The text follows the name of the state in the error."""
 
 
-@dataclass(frozen=True)
-class Root:
-    """The content of a root whose checksum is correct."""
-
-    text: dict[str, Any]
-    """The text of `load` and `Writer`."""
-    arrays: dict[str, Any]
-    """Zarr's metadata of each array."""
+Root = tuple[dict[str, Any], dict[str, Any]]
+"""The text of `load` and `Writer`, and Zarr's metadata of each array, if the checksum is correct."""
 
 
 def encode(arrays: Mapping[str, Any], attributes: Mapping[str, Any], text: Mapping[str, Any]) -> bytes:
@@ -65,13 +58,13 @@ def decode(folder: Path, data: bytes, operation: str) -> Root | None:
         text = root["attributes"].get(KEY)
         if text is None:
             return None
-        text = json.loads(text) if isinstance(text, str) else text
+        text = json.loads(text)
         if text["format"] > FORMAT:
             raise Refusal(f"is of a later version of jaxmpi (format {text['format']}): update jaxmpi.")
         arrays = root["consolidated_metadata"]["metadata"]
-        if text["format"] > 1 and text["checksum"] != _checksum(text, arrays):
+        if text["checksum"] != _checksum(text, arrays):
             raise ValueError("the checksum does not match the content; restore the file as it was written")
-        return Root(text, arrays)
+        return text, arrays
 
     return parsed(folder, work, operation)
 
@@ -88,7 +81,6 @@ def parsed(folder: Path, work: Callable[[], T], operation: str) -> T:
 
 
 def pack(sums: np.ndarray) -> str:
-    """Return the checksums of chunks as a text."""
     return base64.b64encode(sums.astype("<u4").tobytes()).decode()
 
 

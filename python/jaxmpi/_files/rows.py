@@ -9,8 +9,7 @@ memory of a rank grow with its own rows, apart from the samples, of which each r
 """
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,54 +32,30 @@ _EVEN, _LONG = 64, 4096
 
 @dataclass(frozen=True, eq=False)
 class Numbering:
-    """The properties of a map on all ranks together. It does not hold the map, and lives as long as the map."""
+    """The order of the rows of a map in files."""
 
-    total: int
     has_gaps: bool
     transfers: dict[int, "Transfer"] = field(default_factory=dict)
     """The transfers to runs, by the length of a run, once they have been used."""
 
-    def transfer(self, comm: MPI.Intracomm, map: IndexMap, run: int) -> "Transfer":
-        """Return the transfer of the rows of the map to runs of `run` rows. All ranks call it together."""
-        if run not in self.transfers:
-            self.transfers[run] = _transfer(comm, map, self, run)
-        return self.transfers[run]
-
-
-_known: dict[int, Numbering] = {}
-"""The numberings of maps by `id`, because maps that are equal may live longer or shorter."""
-
 
 def learn(comm: MPI.Intracomm, operation: str, find: Callable[[], Sequence[IndexMap]]) -> None:
-    """Compute the numberings of the maps that `find` returns, unless all ranks know them. Raise an error on all ranks
-    if `find` raises one, if ranks have different numbers of maps, or if they call different functions."""
+    """Compute the numberings of the maps that `find` returns, unless all ranks know them. Each map keeps its own.
+
+    Raise an exception on all ranks if `find` raises one on a rank, or if ranks have different numbers of maps.
+    """
 
     def work() -> tuple[Sequence[IndexMap], agreement.Facts]:
         listed = find()
-        count = str(len(distinct(listed)))
-        return listed, [("the function of jaxmpi.io", operation), ("the number of maps in grid", count)]
+        return listed, [("the function of jaxmpi.io", operation), ("the number of maps in grid", str(len({*listed})))]
 
     listed = agreement.check_equal(comm, operation, work)
-    maps = distinct(listed)
-    if maps and agreement.sums(comm, operation, None, sum(id(map) not in _known for map in maps)) != [0]:
-        for map in maps:
-            owned = map.owned
-            total = comm.allreduce(len(owned))
-            last = comm.allreduce(int(owned.max()) if len(owned) else -1, MPI.MAX)
-            _remember(map, Numbering(total, last + 1 != total))
-    for map in listed:
-        _remember(map, _known[id(maps[maps.index(map)])])
-
-
-def _remember(map: IndexMap, numbering: Numbering) -> None:
-    """Keep the numbering of a map for as long as the map lives."""
-    if id(map) not in _known:
-        weakref.finalize(map, _known.pop, id(map)).atexit = False
-    _known[id(map)] = numbering
-
-
-def numbering(map: IndexMap) -> Numbering:
-    return _known[id(map)]
+    maps = list(dict.fromkeys(listed))
+    if maps and agreement.sums(comm, operation, None, any(map._numbering is None for map in listed))[0]:
+        lasts = [comm.allreduce(int(map.owned.max(initial=-1)), MPI.MAX) for map in maps]
+        known = {map: Numbering(last + 1 != map._total) for map, last in zip(maps, lasts, strict=True)}
+        for map in listed:
+            map._numbering = known[map]
 
 
 def run_of(total: int, ranks: int, size: int | None) -> int:
@@ -91,41 +66,41 @@ def run_of(total: int, ranks: int, size: int | None) -> int:
     return run if run < _LONG else math.ceil(run / _EVEN) * _EVEN
 
 
-def chunk_of(run: int, row: int) -> int:
-    """Return how many rows of `row` bytes a chunk has: a part of a run."""
-    least = min(run, max(1, math.ceil(run * row / LARGEST)))
-    return run // next(n for n in range(least, run + 1) if run % n == 0)
-
-
 def interval(run: int, total: int, rank: int) -> Interval:
     return min(rank * run, total), min((rank + 1) * run, total)
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """The transfer of rows from their owners to the ranks that write them."""
+    """The transfer of rows from their owners to the ranks that write them, or from the readers to those that need
+    them."""
 
     indices: np.ndarray
     """The indices of this rank's run."""
     owned: int
+    """How many of the rows that this rank has are transferred."""
     map: IndexMap | None
-    """The map with the rows of the run as ghosts. None: each rank writes the rows that it owns, in their order."""
-    local: np.ndarray | None
+    """The map with the wanted rows as ghosts. None: each rank writes the rows that it owns, in their order."""
+    local: np.ndarray
+    """The local numbers of the wanted rows."""
 
     def move(self, x: Any) -> Any:
         x = x[: self.owned]
-        return x if self.map is None else self.map.exchange(self.map.pad(x))
+        return x if self.map is None else self.map.exchange(self.map.pad(x))[self.local]
 
 
-def _transfer(comm: MPI.Intracomm, map: IndexMap, numbering: Numbering, run: int) -> Transfer:
-    start, end = interval(run, numbering.total, comm.rank)
-    indices = _sorted(comm, map.owned, run) if numbering.has_gaps else np.arange(start, end)
-    elsewhere = not np.array_equal(indices, map.owned)
-    (some,) = agreement.sums(comm, "save", None, elsewhere)
-    if not some:
-        return Transfer(indices, len(indices), None, None)
-    to_runs = IndexMap(map.owned, indices, comm=map.comm)
-    return Transfer(indices, map.sizes[0], to_runs, to_runs.to_local(indices))
+def _transfer(comm: MPI.Intracomm, map: IndexMap, run: int) -> Transfer:
+    """Return the transfer of the rows of the map to runs of `run` rows. All ranks call it together."""
+    known: Numbering = map._numbering
+    if run not in known.transfers:
+        indices = np.arange(*interval(run, map._total, comm.rank))
+        if known.has_gaps:
+            indices = _sorted(comm, map.owned, run)
+        (some,) = agreement.sums(comm, "save", None, not np.array_equal(indices, map.owned))
+        to_runs = IndexMap(map.owned, indices, comm=map.comm) if some else None
+        local = indices if to_runs is None else to_runs.to_local(indices)
+        known.transfers[run] = Transfer(indices, map.sizes[0], to_runs, local)
+    return known.transfers[run]
 
 
 def _sorted(comm: MPI.Intracomm, owned: np.ndarray, run: int) -> np.ndarray:
@@ -150,71 +125,36 @@ def _sorted(comm: MPI.Intracomm, owned: np.ndarray, run: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The source of this rank's run of the rows of an array. All ranks call `take` together."""
+    """The source of this rank's run of the rows of an array, or of their indices. All ranks call `take` together."""
 
     region: Region
     map: IndexMap
-    numbering: Numbering
     comm: MPI.Intracomm
     run: int
+    takes_indices: bool = False
 
     def take(self, x: Any) -> np.ndarray:
-        transfer = self.numbering.transfer(self.comm, self.map, self.run)
-        values = chunks.values_of(chunks.in_words(x, transfer.move))
-        return dtypes.encode(values if transfer.local is None else values[transfer.local])
+        transfer = _transfer(self.comm, self.map, self.run)
+        if self.takes_indices:
+            return transfer.indices
+        return dtypes.encode(chunks.values_of(chunks.in_words(x, transfer.move)))
 
 
-@dataclass(frozen=True, eq=False)
-class Indices:
-    """The source of the indices of this rank's run. All ranks call `take` together."""
-
-    region: Region
-    map: IndexMap
-    numbering: Numbering
-    comm: MPI.Intracomm
-    run: int
-
-    def take(self, x: Any) -> np.ndarray:
-        return self.numbering.transfer(self.comm, self.map, self.run).indices
+def source(map: IndexMap, comm: MPI.Intracomm, shape: Sequence[int], dtype: np.dtype, size: int | None) -> Rows:
+    """Return the source of an array with the rows of a map. `size`: the rows of a chunk, if the user has passed it."""
+    run = run_of(map._total, comm.size, size)
+    parts = min(run, max(1, math.ceil(run * math.prod(shape) * dtype.itemsize / LARGEST)))
+    rows = size or run // next(n for n in range(parts, run + 1) if run % n == 0)
+    points = [interval(run, map._total, comm.rank), *((0, n) for n in shape)]
+    region = Region((map._total, *shape), (rows, *(max(1, n) for n in shape)), tuple(points))
+    return Rows(region, map, comm, run)
 
 
-def source(
-    numbering: Numbering, comm: MPI.Intracomm, shape: Sequence[int], dtype: np.dtype, size: int | None
-) -> tuple[Region, int]:
-    """Return this rank's region of an array with these rows, and the number of rows in a run."""
-    run = run_of(numbering.total, comm.size, size)
-    rows = size or chunk_of(run, math.prod(shape) * dtype.itemsize)
-    points = [interval(run, numbering.total, comm.rank), *((0, n) for n in shape)]
-    return Region((numbering.total, *shape), (rows, *(max(1, n) for n in shape)), tuple(points)), run
-
-
-@dataclass(frozen=True, eq=False)
-class Reader:
-    """The transfer of rows from the ranks that read them to the ranks that own them, or have them as ghosts."""
-
-    points: Interval
-    """The rows of the file that this rank reads."""
-    map: IndexMap
-    local: np.ndarray
-
-    def move(self, x: Any) -> Any:
-        return self.map.exchange(self.map.pad(x))[self.local]
-
-
-def reader(map: IndexMap, indices: np.ndarray, points: Interval) -> Reader:
+def reader(map: IndexMap, indices: np.ndarray) -> Transfer:
     """Return the transfer of rows from a file. All ranks call it together, each with the indices of the rows it reads.
 
     Raise ValueError on all ranks if the map has rows that the file does not have.
     """
     needed = np.concatenate([map.owned, map.ghosts])
     to_readers = IndexMap(indices, needed, comm=map.comm)
-    return Reader(points, to_readers, to_readers.to_local(needed))
-
-
-def distinct(maps: Iterable[IndexMap]) -> list[IndexMap]:
-    """Return the maps without repetitions of equal ones."""
-    unlike: list[IndexMap] = []
-    for map in maps:
-        if map not in unlike:
-            unlike.append(map)
-    return unlike
+    return Transfer(indices, len(indices), to_readers, to_readers.to_local(needed))

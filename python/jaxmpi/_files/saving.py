@@ -1,8 +1,11 @@
-"""`jaxmpi.io.save`: a tree, written by all ranks."""
+"""`jaxmpi.io.save`, `checkpoint` and `latest`: trees that all ranks write, and numbered states in a folder."""
 
+import contextlib
 import math
 import os
 import secrets
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +15,19 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._files import commit, layout, metadata, records, sharing, store, trees
+from jaxmpi._files import chunks as tiles
+from jaxmpi._files import commit, layout, metadata, records, store, trees
 from jaxmpi._files.chunks import Blocks
 from jaxmpi._files.layout import Options, StoredArray
+from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.grid import Width
 from jaxmpi._mpi import agreement, failures
+from jaxmpi._primitive import arguments
+
+_SECONDS = 5.0
+"""How long a rank looks for the sign of rank 0, because file systems of several hosts may be late."""
+Sums = list[dict[int, int]]
+"""The checksums of chunks by the number of the chunk, a dict for each array."""
 
 
 @dataclass
@@ -94,29 +105,121 @@ def save(
         error of one rank is raised on all, and the files that have been written are removed.
     """
     operation = "save"
-    options = Options(width, axes, chunks, dims, coords, attrs)
+    options = Options(width, axes, chunks, dims, coords, attrs, compressor)
     with layout.together(grid, comm, operation) as clone:
-        make = lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)  # noqa: E731
+        make = lambda: plan_of(operation, path, tree, grid, clone, options, overwrite)  # noqa: E731
         write(clone, agreed(clone, make, operation, overwrite=overwrite), operation, overwrite)
 
 
-def plan_of(
-    operation: str,
-    path: Any,
+def checkpoint(
+    path: str | os.PathLike[str],
     tree: Any,
-    grid: Any,
-    comm: MPI.Intracomm,
-    options: Options,
-    compressor: Any,
-    overwrite: Any,
+    *,
+    keep: int | None = 3,
+    step: int | None = None,
+    grid: Any = None,
+    width: Width | dict[str, Any] = 0,
+    axes: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
+    chunks: int | Sequence[int] | None = None,
+    dims: str | Sequence[str] | None = None,
+    coords: Any = None,
+    attrs: Any = None,
+    compressor: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save a tree as the next state in a folder, and then remove old states.
+
+    A state exists only when all ranks have written it. So `latest` finds the last complete one, also if a run has died
+    while it wrote. The next call removes the remains.
+
+    All ranks call it, outside of compiled functions.
+
+    Args:
+      path: a folder, which is made if it does not exist. The states in it are folders with numbers of eight or more
+        digits as names. Other files stay as they are.
+      tree: the tree to save, as by `save`.
+      keep: how many states are kept: this one and the newest of the others. None: all.
+      step: the number of the state. None: one more than the largest.
+      grid, width, axes, comm, chunks, dims, coords, attrs, compressor, overwrite: as for `save`.
+
+    Returns:
+      The path of the state, for `load`.
+
+    Raises: as `save`. If an old state cannot be removed, an OSError as well; then the new state exists.
+    """
+    operation = "checkpoint"
+    options = Options(width, axes, chunks, dims, coords, attrs, compressor)
+    with layout.together(grid, comm, operation) as clone:
+
+        def prepare() -> Plan:
+            if keep is not None and arguments.integer(keep, operation, "keep") < 1:
+                raise ValueError(f"{operation}: keep is {keep}: pass 1 or more, or None to keep all states.")
+            if step is not None and arguments.integer(step, operation, "step") < 0:
+                raise ValueError(f"{operation}: step is {step}: pass 0 or more, or None for the next number.")
+            return plan_of(operation, path, tree, grid, clone, options, overwrite)
+
+        plan = agreed(clone, prepare, operation, overwrite=overwrite, keep=keep, step=step)
+        folder = plan.path
+        number, plan.path = agreement.on_root(clone, operation, lambda: _next(folder, step, operation))
+        write(clone, plan, operation, overwrite)
+        if keep is not None:
+            agreement.on_root(clone, operation, lambda: commit.prune(plan.path.parent, keep, number, operation))
+        return plan.path
+
+
+def _next(folder: Path, step: int | None, operation: str) -> tuple[int, Path]:
+    """Return the number and the path of the new state, on rank 0."""
+    with commit.naming(f"{operation}: cannot use", folder):
+        if commit.is_ours(folder):
+            raise FileExistsError(f"{operation}: {folder} is a state itself: pass a folder that holds states.")
+        commit.tidy(folder, operation)
+        number = max(commit.numbers(folder), default=-1) + 1 if step is None else int(step)
+        return number, commit.numbered(folder, number)
+
+
+def latest(path: str | os.PathLike[str], *, comm: MPI.Comm | None = None) -> Path | None:
+    """Return the path of the last state that `checkpoint` has written to a folder, for `load`.
+
+    All ranks call it. Rank 0 looks, and all get the same result.
+
+    Args:
+      path: the folder.
+      comm: an intra-communicator. None: a clone of COMM_WORLD.
+
+    Returns:
+      The path of the state with the largest number. None if there is no state, or no folder.
+
+    Raises:
+      OSError: rank 0 cannot read the folder. On all ranks.
+      TypeError, ValueError: `path` is no path.
+    """
+    operation = "latest"
+    with layout.together(None, comm, operation) as clone:
+
+        def look() -> Path | None:
+            folder = Path(commit.place(path, operation))
+            with commit.naming(f"{operation}: cannot read", folder):
+                return commit.newest(folder) if clone.rank == 0 else None
+
+        return agreement.of_rank(clone, agreement.run_on_all(clone, operation, look))
+
+
+def plan_of(
+    operation: str, path: Any, tree: Any, grid: Any, comm: MPI.Intracomm, options: Options, overwrite: Any
 ) -> Plan:
     """Return the plan of this rank. Raise TypeError, ValueError or ImportError. Communicate nothing."""
     place = Path(commit.place(path, operation))
-    if not isinstance(overwrite, bool):
-        raise TypeError(f"{operation}: overwrite must be True or False, got {overwrite!r}.")
-    compressors = store.codecs(compressor, operation)
+    checks.truth(overwrite, operation, "overwrite")
+    compressors = store.codecs(options.compressor, operation)
     parts = layout.parts(tree, grid, comm, options, operation)
-    layout.check_names(parts, operation)
+    dims = {dim for part in parts for dim in part.dims}
+    for part in parts:  # xarray could not open the file
+        if part.record.name in dims and part.source is not None and not part.dims:
+            raise ValueError(
+                f"{operation}: a leaf of the tree and an axis are both called {part.record.name!r}: rename the leaf, "
+                "or pass other dims=."
+            )
     coordinates = layout.coordinates(parts, options.coords, comm, operation)
     attributes = layout.attributes([*parts, *coordinates], options.attrs, operation)
     return Plan(place, parts, coordinates, trees.skeleton(tree), attributes, compressors)
@@ -127,28 +230,22 @@ def agreed(comm: MPI.Intracomm, make: Callable[[], Plan], operation: str, **more
 
     def work() -> tuple[Plan, agreement.Facts]:
         plan = make()
-        return plan, [*((name, repr(value)) for name, value in more.items()), *facts(plan)]
+        facts = [*more.items(), ("the tree", plan.skeleton), ("path", plan.path)]
+        facts.append(("attrs", (plan.attributes, plan.of_time)))
+        facts.append(("compressor", [codec.to_dict() for codec in plan.compressors]))
+        common = [(name, repr(value)) for name, value in facts]
+        for part in (*plan.parts, *plan.coordinates):
+            name, chunks = part.record.name, part.source.region.chunks if part.source else ()
+            halo = f", width {part.source.widths}" if isinstance(part.source, Blocks) else ""
+            common.append((name, f"{part.record}{halo}, chunks {chunks}, dims {part.dims}, attrs {part.attributes}"))
+            if not part.record.division and part.source is not None:
+                common.append((f"the value of {name}", records.digest(tiles.values_of(part.value))))
+        return plan, common
 
-    return agreement.check_equal(comm, operation, work, _differs)
-
-
-def facts(plan: Plan) -> list[tuple[str, str]]:
-    """Return the facts that all ranks must have in common: the name of each, and a text."""
-    common = [("the tree", repr(plan.skeleton)), ("path", str(plan.path))]
-    common += [
-        ("attrs", repr((plan.attributes, plan.of_time))),
-        ("compressor", repr([codec.to_dict() for codec in plan.compressors])),
-    ]
-    for part in (*plan.parts, *plan.coordinates):
-        name, chunks = part.record.name, part.source.region.chunks if part.source else ()
-        halo = f", width {part.source.widths}" if isinstance(part.source, Blocks) else ""
-        common.append((name, f"{part.record}{halo}, chunks {chunks}, dims {part.dims}, attrs {part.attributes}"))
-        if not part.record.division and part.source is not None:
-            common.append((f"the value of {name}", records.digest(part.bits())))
-    return common
+    return agreement.check_equal(comm, operation, work, differs)
 
 
-def _differs(what: str, mine: str, root: str) -> str:
+def differs(what: str, mine: str, root: str) -> str:
     if what.startswith("the value of "):
         return (
             f"{what} differs from rank 0. A value that is not divided must be the same on all ranks, to the last bit: "
@@ -158,9 +255,8 @@ def _differs(what: str, mine: str, root: str) -> str:
 
 
 def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
-    """Write all arrays, and give the state its name."""
     arrays = plan.arrays()
-    make = lambda folder: store.make(folder, [entry(part) for part in arrays], plan.compressors)  # noqa: E731
+    make = lambda folder: store.make(folder, entries(arrays), plan.compressors)  # noqa: E731
     _, lock = publish(comm, plan, arrays, make, operation, overwrite)
     lock.release()
 
@@ -180,10 +276,10 @@ def publish(
     """
     new, old = commit.Lock(), commit.Lock()
 
-    def begin() -> tuple[dict[str, Any], sharing.Sign]:
+    def begin() -> tuple[dict[str, Any], tuple[Path, str]]:
         with commit.naming(f"{operation}: cannot make", plan.path):
             commit.begin(plan.path, overwrite, operation, new, old)
-            return make(folder), sharing.leave(folder)
+            return make(folder), leave_sign(folder)
 
     def end(listed: Sequence[Sums | None]) -> bool:
         written = [sums for sums in listed if sums is not None]
@@ -204,7 +300,7 @@ def publish(
     folder = commit.partial(plan.path)
     try:
         metas, sign = agreement.on_root(comm, operation, begin)
-        sharing.check(comm, operation, sign)
+        check_sign(comm, operation, sign)
         sums, failure = _write_chunks(folder, arrays, metas, operation)
         with failures.confirmed(comm):
             listed = comm.gather(None if failure else sums)
@@ -223,8 +319,39 @@ def publish(
     return metas, new
 
 
-Sums = list[dict[int, int]]
-"""The checksums of chunks by the number of the chunk, a dict for each array."""
+def leave_sign(folder: Path) -> tuple[Path, str]:
+    """Leave a sign in a folder, on rank 0, which has locked it: a file that the other ranks look for. Return it and the
+    host. Remove the signs of jobs that died."""
+    for old in folder.glob(".*.shared"):
+        old.unlink()
+    file = folder / f".{secrets.token_hex(8)}.shared"
+    file.touch()
+    return file, socket.gethostname()
+
+
+def check_sign(comm: MPI.Intracomm, operation: str, sign: tuple[Path, str]) -> None:
+    """Raise OSError on all ranks unless each of them sees the sign of rank 0. Remove the sign. All ranks call it.
+
+    A path may lead to another folder on each host, for example in /tmp.
+    """
+    file, host = sign
+
+    def find() -> None:
+        end = time.monotonic() + _SECONDS
+        while not file.exists():
+            if time.monotonic() > end:
+                raise OSError(
+                    f"{operation}: {file.parent} on {socket.gethostname()} is not the folder that rank 0 has on "
+                    f"{host}: pass a path in a file system that all ranks share."
+                )
+            time.sleep(0.05)
+
+    try:
+        agreement.run_on_all(comm, operation, find)
+    finally:
+        if comm.rank == 0:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def _joined(stored: store.Stored, listed: Sequence[dict[int, int]]) -> str:
@@ -236,12 +363,12 @@ def _joined(stored: store.Stored, listed: Sequence[dict[int, int]]) -> str:
     return metadata.pack(np.array([by_number[number] for number in range(count)], np.uint32))
 
 
-def entry(part: StoredArray) -> store.Entry:
-    """Return the array of a leaf."""
-    assert part.source is not None
-    region = part.source.region
-    dtype = part.dtype
-    return store.Entry(part.record.name, region.shape, region.chunks, dtype, part.dims, part.attributes)
+def entries(parts: Sequence[StoredArray]) -> dict[str, dict[str, Any]]:
+    made = {}
+    for part in parts:
+        record, region = part.record, part.source.region
+        made[record.name] = store.entry(region.shape, region.chunks, record.stored_dtype, part.dims, part.attributes)
+    return made
 
 
 def _write_chunks(
@@ -251,7 +378,6 @@ def _write_chunks(
     communication, because other ranks wait for it."""
     failure, sums = None, []
     for part in arrays:
-        assert part.source is not None
         values, error = agreement.capture(partial(part.source.take, part.value))
         failure = failure or error
         if failure is None:
@@ -262,6 +388,5 @@ def _write_chunks(
 
 
 def _write(stored: store.Stored, part: StoredArray, values: Any, operation: str) -> dict[int, int]:
-    assert part.source is not None
     with commit.naming(f"{operation}: cannot write", stored.path):
         return store.write(stored, part.source.region, values)

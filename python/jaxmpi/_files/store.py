@@ -7,85 +7,53 @@ file. A rename replaces them at once.
 """
 
 import contextlib
-import itertools
 import json
 import math
 import os
-import platform
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmpi._files import metadata
-from jaxmpi._files.chunks import Index, Interval, Region
+from jaxmpi._files.chunks import Index, Interval, Region, covering
 from jaxmpi._files.dtypes import in_files
 from jaxmpi._files.metadata import META
 
-OLDEST_PYTHON = (3, 11)
-"""The oldest Python that zarr 3 supports. With an older one no files are written or read."""
 _PIECE = 1 << 20
 """Bytes of which a checksum is computed before other threads may run. As many are read at once."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
-_SUM = {"name": "crc32c"}
 _SETTING = threading.Lock()
 """Held while a setting of zarr is changed, because zarr has one setting for all threads."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """An array in the folder."""
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    dtype: np.dtype
-    dims: tuple[str, ...]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
 def need(operation: str) -> Any:
     """Return the module zarr. Raise ImportError if it is not installed, or too old."""
-    if sys.version_info < OLDEST_PYTHON:
-        raise ImportError(
-            f"{operation}: files need zarr 3 or newer, which needs Python 3.11, and this is Python "
-            f"{platform.python_version()}: run the program with a newer Python."
-        )
     try:
         import google_crc32c  # noqa: F401
-        import zarr
+        import zarr.abc.codec  # zarr 2 lacks it
     except ImportError as error:
-        raise ImportError(f"{operation}: files need zarr 3 or newer: pip install 'jaxmpi[io]' ({error})") from error
-    if int(zarr.__version__.partition(".")[0]) < 3:
-        raise ImportError(
-            f"{operation}: files need zarr 3 or newer, and here is {zarr.__version__}: pip install 'zarr>=3'"
-        )
+        advice = "pip install 'jaxmpi[io]', with Python 3.11 or newer"
+        raise ImportError(f"{operation}: files need zarr 3 or newer: {advice} ({error})") from error
     return zarr
 
 
 def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
     """Return the codecs behind the one that makes bytes. Raise ValueError or TypeError if it is no compressor."""
-    need(operation)
-    from zarr.abc.codec import BytesBytesCodec
+    zarr = need(operation)
     from zarr.codecs import Crc32cCodec, ZstdCodec
 
     if compressor is None:
         return (Crc32cCodec(),)
-    if isinstance(compressor, str):
-        if compressor != "zstd":
-            raise ValueError(
-                f'{operation}: compressor is {compressor!r}: pass None, "zstd", or a codec such as '
-                "zarr.codecs.BloscCodec()."
-            )
+    if isinstance(compressor, str) and compressor == "zstd":
         return ZstdCodec(level=1), Crc32cCodec()
-    if not isinstance(compressor, BytesBytesCodec):
-        raise TypeError(
-            f"{operation}: compressor is {compressor!r:.80} of {type(compressor).__name__}: pass None, "
-            '"zstd", or a codec such as zarr.codecs.BloscCodec().'
+    if not isinstance(compressor, zarr.abc.codec.BytesBytesCodec):
+        raise (ValueError if isinstance(compressor, str) else TypeError)(
+            f'{operation}: compressor is {compressor!r:.80}: pass None, "zstd", or a codec such as '
+            "zarr.codecs.BloscCodec()."
         )
     return compressor, Crc32cCodec()
 
@@ -93,25 +61,22 @@ def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
 # --- metadata ---------------------------------------------------------------------------------------------------------
 
 
-def make(folder: Path, entries: Sequence[Entry], compressors: tuple[Any, ...]) -> dict[str, Any]:
+def entry(shape: Any, chunks: Any, dtype: np.dtype, dims: tuple[str, ...], attributes: Any) -> dict[str, Any]:
+    fill = np.nan if dtype.kind in "fc" else 0  # other programs read it for a missing chunk
+    named = {"dimension_names": dims, "attributes": attributes, "fill_value": fill}
+    return {"shape": shape, "chunks": chunks, "dtype": dtype, **named}
+
+
+def make(folder: Path, entries: Mapping[str, Mapping[str, Any]], compressors: tuple[Any, ...]) -> dict[str, Any]:
     """Make arrays in a folder, without values, and return the metadata of each for `finish`."""
     zarr = need("make")
     from zarr.storage import LocalStore
 
     metas = {}
-    for entry in entries:
-        zarr.create_array(
-            LocalStore(folder / entry.name),  # a name with "::" would be a URL for it
-            shape=entry.shape,
-            chunks=entry.chunks,
-            dtype=entry.dtype,
-            fill_value=np.nan if entry.dtype.kind in "fc" else 0,  # other programs read it for a missing chunk
-            compressors=compressors,
-            attributes=dict(entry.attributes),
-            dimension_names=entry.dims,
-            zarr_format=3,
-        )
-        metas[entry.name] = json.loads((folder / entry.name / META).read_bytes())
+    for name, options in entries.items():
+        there = LocalStore(folder / name)  # a name with "::" would be a URL
+        zarr.create_array(there, **options, compressors=compressors, zarr_format=3)
+        metas[name] = json.loads((folder / name / META).read_bytes())
     return metas
 
 
@@ -121,20 +86,9 @@ def finish(folder: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file under another name, and then rename it."""
     passing = path.with_name(f".{path.name}.partial")
-    try:
-        passing.write_bytes(data)
-        os.replace(passing, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            passing.unlink()
-        raise
-
-
-def is_plain(compressors: Sequence[Any]) -> bool:
-    """Return whether chunks are their bytes and a checksum."""
-    return len(compressors) == 1
+    passing.write_bytes(data)
+    os.replace(passing, path)
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
@@ -142,7 +96,7 @@ def is_plain(compressors: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Stored:
-    """An array as its metadata describe it."""
+    """An array as the metadata describe it."""
 
     path: Path
     shape: tuple[int, ...]
@@ -151,7 +105,6 @@ class Stored:
     plain: bool
     """Whether chunks are bytes and their checksum."""
     meta: Mapping[str, Any]
-    """The metadata of the array."""
     sums: np.ndarray | None = None
     """The checksum of each chunk, in the order of their indices, if the root has them."""
 
@@ -164,7 +117,7 @@ class Stored:
             raise ValueError("chunks of another form than jaxmpi.io writes")
         chunks = tuple(map(int, meta["chunk_grid"]["configuration"]["chunk_shape"]))
         listed = meta["codecs"]
-        plain = len(listed) == 2 and listed[0] in _PLAIN and listed[1]["name"] == _SUM["name"]
+        plain = len(listed) == 2 and listed[0] in _PLAIN and listed[1]["name"] == "crc32c"
         shape = tuple(map(int, meta["shape"]))
         if len(chunks) != len(shape) or min((*chunks, 1)) < 1 or min((*shape, 0)) < 0:
             raise ValueError(f"shape {shape} and chunks {chunks}")
@@ -175,7 +128,6 @@ class Stored:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of chunks along each axis."""
         return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
 
     def number(self, index: Index) -> int:
@@ -195,7 +147,7 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = (), 
     """
     sums = {}
     zarr = None if stored.plain else need("write")
-    for index, where in region.pieces():
+    for index, _, where in () if region.nothing else covering(region.chunks, region.points):
         whole = (*lead, *index)
         chunk = values[(*(slice(None) for _ in lead), *where)]
         if chunk.shape != stored.chunks:  # at the end of an axis: files have whole chunks
@@ -204,15 +156,17 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = (), 
             chunk = filled
         data = _plain(chunk) if zarr is None else _encoded(zarr, stored, index=whole, chunk=chunk)
         _write_file(stored.file(whole), data, anew)
-        sums[stored.number(whole)] = _sum_of(data[-1])
+        sums[stored.number(whole)] = int(data[-1][-4:].view("<u4")[0])
     return sums
 
 
 def _plain(chunk: np.ndarray) -> list[np.ndarray]:
     """Return the bytes of a chunk, and their checksum."""
+    import google_crc32c
+
     data, checksum = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8), 0
     for piece in _pieces(data):
-        checksum = _checksum(piece, checksum)
+        checksum = google_crc32c.extend(checksum, piece)
     return [data, np.array([checksum], "<u4").view(np.uint8)]
 
 
@@ -233,37 +187,15 @@ def _in_memory(zarr: Any, stored: Stored, index: Index) -> tuple[Any, Any, str]:
     return array, memory, "/".join(("c", *("0" for _ in index)))
 
 
-def _sum_of(data: np.ndarray) -> int:
-    """Return the checksum at the end of a chunk."""
-    return int(data[-4:].view("<u4")[0])
-
-
-def checked(data: np.ndarray) -> bytes:
-    """Return the bytes of a chunk, with their checksum."""
-    return b"".join(part.tobytes() for part in _plain(data))
-
-
 def _write_file(path: Path, data: Sequence[np.ndarray], anew: bool) -> None:
     target = path.with_name(f".{path.name}.partial") if anew else path
-    try:
-        _write_all(target, data)
-    except FileNotFoundError:  # the first chunk in its folder
+    if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_all(target, data)
+    with open(target, "wb") as file:  # passes large parts to the system in one call each
+        for part in data:
+            file.write(part.data)
     if anew:
         os.replace(target, path)
-
-
-def _write_all(path: Path, parts: Sequence[np.ndarray]) -> None:
-    """Write arrays of bytes with few system calls: one call of 64 MiB takes half the time of 64 calls of 1 MiB."""
-    left = [part for part in parts if part.size]
-    with open(path, "wb", buffering=0) as file:
-        while left:
-            done = os.writev(file.fileno(), [part.data for part in left])
-            while left and done >= left[0].size:
-                done -= left.pop(0).size
-            if done:
-                left[0] = left[0][done:]
 
 
 def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
@@ -271,41 +203,15 @@ def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
         yield data[start : start + _PIECE]
 
 
-def _checksum(data: np.ndarray, before: int = 0) -> int:
-    """Return the CRC32C of data that follow other data, whose checksum is `before`."""
-    import google_crc32c
-
-    return int(google_crc32c.extend(before, data))
-
-
 def read(stored: Stored, points: Sequence[Interval]) -> np.ndarray:
     """Return the values at some points, start and end along each axis. Raise OSError if chunks are missing, damaged, or
     of another array. zarr alone would take zeros for missing ones."""
-    try:
-        values = np.empty([end - start for start, end in points], stored.dtype)
-    except (MemoryError, ValueError) as error:
-        raise OSError(f"{stored.path}: {points} does not fit into memory: {error}") from error
+    values = np.empty([end - start for start, end in points], stored.dtype)
     if values.size == 0:
         return values
-    for index, there, here in _covering(stored.chunks, points):
+    for index, there, here in covering(stored.chunks, points):
         _read_chunk(stored, index, there, values[here] if here else values)
     return values
-
-
-def _covering(
-    chunks: Sequence[int], points: Sequence[Interval]
-) -> Iterator[tuple[Index, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the chunks that have some of the points: the index, and the places in the chunk and among the points."""
-    along = []
-    for size, (start, end) in zip(chunks, points, strict=True):
-        parts = []
-        for number in range(start // size, -(-end // size)):
-            origin = number * size
-            low, high = max(origin, start), min(origin + size, end)
-            parts.append((number, slice(low - origin, high - origin), slice(low - start, high - start)))
-        along.append(parts)
-    for chosen in itertools.product(*along):
-        yield tuple(c[0] for c in chosen), tuple(c[1] for c in chosen), tuple(c[2] for c in chosen)
 
 
 def _read_chunk(stored: Stored, index: Index, there: tuple[slice, ...], here: np.ndarray) -> None:
@@ -316,7 +222,9 @@ def _read_chunk(stored: Stored, index: Index, there: tuple[slice, ...], here: np
     try:
         checksum = _read_plain(path, chunk) if stored.plain else _read_encoded(stored, path, index, chunk)
     except FileNotFoundError:
-        raise FileNotFoundError(_missing(path)) from None
+        raise FileNotFoundError(
+            f"the chunk {path} is missing: the files are not complete, for example because only a part was copied."
+        ) from None
     if stored.sums is not None and checksum != stored.sums[stored.number(index)]:
         raise OSError(
             f"the chunk {path} belongs to another array, or to another state: its checksum is not the one here."
@@ -327,13 +235,15 @@ def _read_chunk(stored: Stored, index: Index, there: tuple[slice, ...], here: np
 
 def _read_plain(path: Path, chunk: np.ndarray) -> int:
     """Read a chunk, and return its checksum. Raise OSError if it does not match the bytes."""
+    import google_crc32c
+
     data, tail = chunk.reshape(-1).view(np.uint8), np.empty(4, np.uint8)
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         count, checksum = 0, 0
         for piece in _pieces(data):
-            count += _read_all(file, piece)
-            checksum = _checksum(piece, checksum)
-        count += _read_all(file, tail) + len(file.read(1))
+            count += file.readinto(piece.data)
+            checksum = google_crc32c.extend(checksum, piece)
+        count += file.readinto(tail.data) + len(file.read(1))
     if count != data.size + 4:
         what = "more" if count > data.size + 4 else str(count)
         raise OSError(f"the chunk {path} is damaged: it has {what} bytes, and must have {data.size + 4}.")
@@ -353,18 +263,7 @@ def _read_encoded(stored: Stored, path: Path, index: Index, chunk: np.ndarray) -
         chunk[...] = array[...]
     except Exception as error:
         raise OSError(f"the chunk {path} is damaged: {error}") from error
-    return _sum_of(np.frombuffer(data, np.uint8))
-
-
-def _read_all(file: Any, data: np.ndarray) -> int:
-    done = 0
-    while done < data.size and (count := file.readinto(data[done:])):
-        done += count
-    return done
-
-
-def _missing(path: Path) -> str:
-    return f"the chunk {path} is missing: the files are not complete, for example because only a part was copied."
+    return int.from_bytes(data[-4:], "little")
 
 
 def root(folder: Path) -> bytes:

@@ -12,9 +12,6 @@ from jaxmpi._unstructured.index_map import IndexMap
 Division = Grid | IndexMap | None
 """The division of an array among the ranks: into blocks, into rows, or none."""
 
-_WHOLE = "data"
-"""The name of the leaf if the tree is a single leaf."""
-
 
 def leaves(tree: Any, operation: str) -> tuple[list[str], list[Any]]:
     """Return the names of leaves and the leaves. Raise ValueError if two have one name, or a name is not possible."""
@@ -38,9 +35,9 @@ def leaves(tree: Any, operation: str) -> tuple[list[str], list[Any]]:
 
 
 def name_of(path: Sequence[Any]) -> str:
-    """Return the name of the leaf at a path: its keys joined by dots."""
+    """Return the name of the leaf at a path: the keys joined by dots, or "data" if the tree is a single leaf."""
     keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-    return plain(".".join(keys)) if keys else _WHOLE
+    return plain(".".join(keys)) if keys else "data"
 
 
 def plain(name: str) -> str:
@@ -56,18 +53,15 @@ def check_name(name: str, shown: str, operation: str) -> None:
         )
 
 
-def skeleton(tree: Any) -> Any:
-    """Return the structure of a tree as JSON holds it: names of leaves in dicts, lists, tuples, None and nodes."""
-    return _skeleton(tree, ())
-
-
-def _skeleton(tree: Any, path: tuple[Any, ...]) -> Any:
+def skeleton(tree: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Return the structure of a tree at a path as JSON holds it: names of leaves in dicts, lists, tuples, None and
+    nodes."""
     if tree is None:
         return None
     if jax.tree_util.all_leaves([tree]):
         return name_of(path)
     children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    parts = [_skeleton(child, (*path, *key)) for key, child in children]
+    parts = [skeleton(child, (*path, *key)) for key, child in children]
     if type(tree) is dict and all(type(key) in (str, int) for key in tree):
         return {"dict": [[key[0].key, part] for (key, _), part in zip(children, parts, strict=True)]}
     if type(tree) in (list, tuple):

@@ -9,9 +9,6 @@ import numpy as np
 from jaxmpi._jax import internals
 from jaxmpi._unstructured.lookup import Lookup, distinct
 
-_SHOWN = 5
-"""The number of wrong values that an error shows."""
-
 
 @dataclass(frozen=True)
 class Names:
@@ -23,7 +20,6 @@ class Names:
     unowned: str = (
         "Add it to owned on one rank, or leave it out of ghosts; all ranks of the communicator make the map together."
     )
-    """The advice about ghosts that no rank owns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +36,10 @@ class LocalRows:
 
 
 def some(values: Iterable[Any], count: int | None = None) -> str:
-    """List the first of some values. `count`: how many there are in all."""
+    """List the first five of some values. `count`: how many there are in all."""
     listed = [str(value) for value in values]
-    count = len(listed) if count is None else count
-    shown = listed[:_SHOWN]
-    others = count - len(shown)
-    return ", ".join(shown) + (f" and {others} more" if others else "")
+    others = (len(listed) if count is None else count) - len(listed[:5])
+    return ", ".join(listed[:5]) + (f" and {others} more" if others else "")
 
 
 def integers(values: Any, operation: str, name: str, any_shape: bool = False) -> np.ndarray:
@@ -73,17 +67,13 @@ def integers(values: Any, operation: str, name: str, any_shape: bool = False) ->
         )
     if array.size == 0:  # NumPy's empty arrays are floating
         return np.zeros(array.shape, np.int64)
-    if array.dtype == np.uint64 or _is_of_ints(array):
+    is_of_ints = array.dtype == object and all(type(value) is int for value in array.flat)  # too large for a dtype
+    if array.dtype == np.uint64 or is_of_ints:
         if not (array <= np.iinfo(np.int64).max).all() or not (array >= np.iinfo(np.int64).min).all():
             raise ValueError(f"{operation}: {name} has {array.max()}, and the largest index is 2^63 - 1.")
     elif array.dtype.kind not in "iu":
         raise TypeError(f"{operation}: {name} must be integers, got dtype {array.dtype}: use {name}.astype(np.int64).")
     return array.astype(np.int64)
-
-
-def _is_of_ints(array: np.ndarray) -> bool:
-    """Return whether these are integers of Python that no dtype of NumPy can hold."""
-    return array.dtype == object and all(type(value) is int for value in array.flat)
 
 
 def indices(values: Any, operation: str, name: str, any_shape: bool = False) -> np.ndarray:
@@ -142,3 +132,47 @@ def rows(owned: Any, ghosts: Any, owners: Any, names: Names, rank: int, size: in
             f"{operation}: this is rank {rank}, and owners and owned disagree whether it owns {some(wrong)}."
         )
     return LocalRows(mine, lookup, copies[~is_mine], of_copies[~is_mine])
+
+
+def csr(indptr: Any, entries: Any, rows: Any, operation: str) -> tuple[int, np.ndarray, np.ndarray | None]:
+    """Return the number of rows of a block of a matrix, the columns, and the rows if the user has passed them.
+
+    Raise TypeError or ValueError.
+    """
+    starts = integers(indptr, operation, "indptr")
+    columns = indices(entries, operation, "indices")
+    if len(starts) == 0 or starts[0] != 0 or starts[-1] != len(columns) or (starts[1:] < starts[:-1]).any():
+        raise ValueError(
+            f"{operation}: indptr must rise from 0 to the number of indices, {len(columns)}, and have one number more "
+            f"than this rank has rows; got {len(starts)} numbers: {some(starts)}. If A has all rows, pass the arrays "
+            "of A[first:end]."
+        )
+    owned = None if rows is None else indices(rows, operation, "rows")
+    if owned is not None and len(owned) != len(starts) - 1:
+        raise ValueError(
+            f"{operation}: {len(owned)} rows, and indptr is of {len(starts) - 1}: pass the global index of each row of "
+            "this rank."
+        )
+    return len(starts) - 1, columns, owned
+
+
+def edges(senders: Any, receivers: Any, owner: Any, operation: str, rank: int, size: int) -> Any:
+    """Return the edges of a rank: their positions in the arguments, their senders and receivers, and the owner of each
+    vertex.
+
+    Raise TypeError or ValueError.
+    """
+    owners = ranks(owner, operation, "owner", size)
+    ends = []
+    for name, values in (("senders", senders), ("receivers", receivers)):
+        vertices = indices(values, operation, name)
+        if len(beyond := vertices[vertices >= len(owners)]):
+            raise ValueError(
+                f"{operation}: {name} has {some(beyond)}, and owner is of {len(owners)} vertices: pass the rank of "
+                "each vertex of the whole graph."
+            )
+        ends.append(vertices)
+    if len(ends[0]) != len(ends[1]):
+        raise ValueError(f"{operation}: {len(ends[0])} senders and {len(ends[1])} receivers: an edge has one of each.")
+    kept = np.flatnonzero(owners[ends[1]] == rank)
+    return kept, ends[0][kept], ends[1][kept], owners

@@ -10,18 +10,19 @@ ranks. For any distribution of indices, a rank's part of the directory is about 
 
 So time and memory of a rank grow with its own indices, its part of the directory, and the number of its messages: one
 to each home and one back, and one to each owner. In addition there are three reductions of a few numbers, and a barrier
-for each of the two exchanges in which a rank does not know the senders.
+for each of these three exchanges.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._mpi import agreement
 from jaxmpi._unstructured.arguments import LocalRows, Names, some
-from jaxmpi._unstructured.connections import Connections
 from jaxmpi._unstructured.lookup import Lookup
 from jaxmpi._unstructured.messages import by_rank, sparse_exchange
 
@@ -29,11 +30,30 @@ _BLOCKS = 4
 """The approximate number of blocks that together hold as many indices as a rank owns on average."""
 _ASK, _ANSWER, _WANT = 1, 2, 3
 """Tags of messages on the clone of the communicator."""
-_NAMED = 5
-"""The number of wrong indices that a rank reports to the others."""
-
 Faults = dict[str, np.ndarray]
 """Wrong indices by kind of fault, as rows of an array with the ranks that they concern."""
+
+
+@dataclass(frozen=True, eq=False)
+class Connections:
+    """One rank's part of a division of rows. The local rows are the owned rows, then the ghosts.
+
+    The ghosts are sorted by owner, and the ghosts of one owner by global index. So the ghosts of one owner are
+    consecutive rows.
+    """
+
+    owned: int
+    """The number of rows that this rank owns."""
+    ghosts: np.ndarray
+    """The global index of each ghost, int64, in the local order."""
+    receives: tuple[tuple[int, int], ...]
+    """The owners of ghosts in ascending order, each with the number of ghosts: at least one."""
+    sends: tuple[tuple[int, Any], ...]
+    """The ranks that have ghosts of this rank, in ascending order, and their rows on this rank, in the order of the
+    ghosts on that rank: int64, or in a pattern a range or indices."""
+    signature: int = 0
+    """A number that is the same on all ranks, and differs for another division of rows. 0: the ranks have not agreed on
+    one."""
 
 
 def connect(comm: MPI.Intracomm, names: Names, local: LocalRows, total: int) -> Connections:
@@ -97,14 +117,7 @@ def _owners(comm: MPI.Intracomm, local: LocalRows, shift: int) -> tuple[np.ndarr
         for home in sorted({*owned, *asked})
     }
     answers, twice = _answers(sparse_exchange(comm, asks, _ASK))
-    replies = {home: np.empty(len(indices), np.int64) for home, indices in asked.items()}
-    pending = [comm.Irecv(reply, home, _ANSWER) for home, reply in replies.items() if home != comm.rank]
-    pending += [
-        comm.Isend(answer, rank, _ANSWER) for rank, answer in answers.items() if len(answer) and rank != comm.rank
-    ]
-    MPI.Request.Waitall(pending)
-    if comm.rank in replies:
-        replies[comm.rank] = answers[comm.rank]
+    replies = sparse_exchange(comm, {rank: answer for rank, answer in answers.items() if len(answer)}, _ANSWER)
     owners = np.empty(len(local.ghosts), np.int64)
     for home, places in by_rank(homes, np.arange(len(homes))).items():
         owners[places] = replies[home]
@@ -144,33 +157,20 @@ def _check(comm: MPI.Intracomm, names: Names, faults: Faults, digest: int = 0) -
     count, signature = agreement.sums(comm, names.operation, None, sum(map(len, faults.values())), digest)
     if count == 0:
         return signature
-    reports = agreement.gather_objects(
-        comm, {name: (len(rows), rows[:_NAMED].tolist()) for name, rows in faults.items()}
-    )
-    for name in faults:
-        number = sum(report[name][0] for report in reports)
-        if number:
-            rows = sorted(tuple(row) for report in reports for row in report[name][1])
-            raise ValueError(f"{names.operation}: {_TEXTS[name](names, number, rows)}")
-    raise AssertionError(reports)
-
-
-def _unowned(names: Names, number: int, rows: list[tuple[int, ...]]) -> str:
-    named = [f"{index} ({names.ghosts} of rank {rank})" for index, rank in rows]
-    return f"no rank owns {some(named, number)}. {names.unowned}"
-
-
-def _twice(names: Names, number: int, rows: list[tuple[int, ...]]) -> str:
-    named = [f"{index} (by ranks {first} and {second})" for index, first, second in rows]
-    return (
-        f"indices are owned twice: {some(named, number)}. Leave each out of {names.owned} on all ranks but one. The "
-        "others may list it among their ghosts."
-    )
-
-
-def _elsewhere(names: Names, number: int, rows: list[tuple[int, ...]]) -> str:
-    named = [f"{index} (rank {asker} says that rank {owner} owns it)" for index, asker, owner in rows]
-    return f"owners is wrong for {some(named, number)}. Correct it, or leave owners out, and the map finds them."
-
-
-_TEXTS = {"twice": _twice, "unowned": _unowned, "elsewhere": _elsewhere}
+    reports = agreement.gather_objects(comm, {name: (len(rows), rows[:5].tolist()) for name, rows in faults.items()})
+    texts = {
+        "twice": (
+            "indices are owned twice: {0}. Leave each out of {1.owned} on all ranks but one. The others may list it "
+            "among their ghosts.",
+            "{0} (by ranks {1} and {2})",
+        ),
+        "unowned": ("no rank owns {0}. {1.unowned}", f"{{0}} ({names.ghosts} of rank {{1}})"),
+        "elsewhere": (
+            "owners is wrong for {0}. Correct it, or leave owners out, and the map finds them.",
+            "{0} (rank {1} says that rank {2} owns it)",
+        ),
+    }
+    name, number = next((name, n) for name in faults if (n := sum(report[name][0] for report in reports)))
+    text, shown = texts[name]
+    named = [shown.format(*row) for row in sorted(tuple(row) for report in reports for row in report[name][1])]
+    raise ValueError(f"{names.operation}: {text.format(some(named, number), names)}")

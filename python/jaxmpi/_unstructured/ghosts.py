@@ -14,42 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
-from mpi4py import MPI
 
 from jaxmpi._mpi import plans
-from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.plans import Box, Fill, Indices, Move, Plan
-from jaxmpi._operations.exchanges import index_accumulate_p, index_exchange_p, index_start_p, start_exchange
-from jaxmpi._operations.requests import Request
-from jaxmpi._primitive import arguments
-from jaxmpi._primitive.params import Planned
-from jaxmpi._unstructured.connections import Connections
+from jaxmpi._unstructured.directory import Connections
 
 Spec = tuple[int, str]
 """The axis of an array that has the rows, from the end; the name of the array, which the ranks compare."""
 
 Which = range | Indices
 """Rows of an array: consecutive ones, or a list of indices."""
-
-_COMBINED_BY = ("SUM", "MAX", "MIN")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of this rank's arrays that are sent or received."""
-
-    owned: int
-    ghosts: int
-    receives: tuple[tuple[int, int], ...]
-    """The ranks that own ghosts, and the number of ghosts of each, in the order of the ghosts."""
-    sends: tuple[tuple[int, Which], ...]
-    """The ranks that have ghosts of this rank, and the rows on this rank that they copy."""
-
-    @property
-    def total(self) -> int:
-        return self.owned + self.ghosts
 
 
 @dataclass(frozen=True)
@@ -61,7 +36,7 @@ class Ghosts:
     """A number that the ranks of one map have in common. With it they notice calls with different maps."""
     digest: str
     """A hash of `rows`, by which patterns are compared."""
-    rows: Rows = dataclasses.field(compare=False, repr=False)
+    rows: Connections = dataclasses.field(compare=False, repr=False)
     op: str = "SUM"
     """The reduction by which the adjoint combines ghosts with the rows that they copy."""
 
@@ -100,66 +75,14 @@ def _which(rows: np.ndarray) -> Which:
 
 
 def pattern(connections: Connections, rank: int) -> Ghosts:
-    """Return the pattern of this rank's connections."""
     sends = tuple((other, _which(local)) for other, local in connections.sends)
-    rows = Rows(connections.owned, sum(count for _, count in connections.receives), connections.receives, sends)
-    facts = (
-        rows.owned,
-        rows.receives,
-        [(other, which if isinstance(which, range) else which.digest) for other, which in sends],
-    )
+    sent = [(other, which if isinstance(which, range) else which.digest) for other, which in sends]
+    facts = connections.owned, connections.receives, sent
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    return Ghosts(rank, connections.signature, digest, rows)
-
-
-def exchange(ghosts: Ghosts, comm: Communicator, tree: Any) -> Any:
-    """Replace ghosts by the rows that they copy, for `IndexMap.exchange`."""
-    arrays, structure, params = _checked("IndexMap.exchange", ghosts, comm, tree)
-    return jax.tree.unflatten(structure, index_exchange_p.apply_to_all(params, arrays))
-
-
-def start(ghosts: Ghosts, comm: Communicator, tree: Any) -> Request:
-    """Start an exchange, for `IndexMap.start`."""
-    arrays, structure, params = _checked("IndexMap.start", ghosts, comm, tree)
-    return start_exchange("IndexMap.start", params, arrays, structure, index_start_p)
-
-
-def accumulate(ghosts: Ghosts, comm: Communicator, tree: Any, op: MPI.Op = MPI.SUM) -> Any:
-    """Combine ghosts with the rows that they copy, for `IndexMap.accumulate`. With MPI.SUM set ghosts to zero, so that
-    nothing is added twice. With MPI.MAX and MPI.MIN leave them as they are."""
-    operation = "IndexMap.accumulate"
-    reduction = arguments.reduction(op, operation)
-    if reduction.name not in _COMBINED_BY:
-        raise ValueError(
-            f"{operation}: op must be {', '.join(f'MPI.{name}' for name in _COMBINED_BY)}, got {reduction.name}."
-        )
-
-    def check(x: Any, operation: str, name: str) -> jax.Array:
-        return arguments.reducible(x, reduction, operation, name)
-
-    pattern = dataclasses.replace(ghosts, op=reduction.name)
-    arrays, structure, params = _checked(operation, pattern, comm, tree, check, adjoint=True)
-    return jax.tree.unflatten(structure, index_accumulate_p.apply_to_all(params, arrays))
-
-
-def _checked(
-    operation: str, ghosts: Ghosts, comm: Communicator, tree: Any, check: Any = arguments.array, adjoint: bool = False
-) -> tuple[list[Any], Any, Planned]:
-    """Return the arrays, their structure, and the parameters of the operation."""
-    arrays, names, structure = arguments.leaves(tree, operation, "tree", check)
-    rows = ghosts.rows
-    for x, name in zip(arrays, names, strict=True):
-        if x.ndim == 0 or x.shape[0] != rows.total:
-            raise ValueError(
-                f"{operation}: {name} has shape {x.shape}, and its first axis must have this rank's {rows.total} rows: "
-                f"{rows.owned} that it owns, then {rows.ghosts} ghosts."
-            )
-    per_array = tuple((-x.ndim, name) for x, name in zip(arrays, names, strict=True))
-    return arrays, structure, Planned(comm, ghosts, per_array, adjoint)
+    return Ghosts(rank, connections.signature, digest, dataclasses.replace(connections, sends=sends))
 
 
 def _box(aval: Any, axis: int, which: Which) -> Box:
-    """Return the box of rows of an array."""
     starts, counts = [0] * len(aval.shape), list(aval.shape)
     if isinstance(which, range):
         starts[axis], counts[axis] = which.start, len(which)
@@ -186,7 +109,7 @@ def _plan(pattern: Ghosts, avals: tuple[Any, ...], per_array: tuple[Spec, ...], 
             moves.append(Move((rank,), leaf, other, received, rank, received))
             start += count
         if adjoint and pattern.op == "SUM":
-            fills.append(Fill(leaf, _box(aval, axis, range(rows.owned, rows.total))))
+            fills.append(Fill(leaf, _box(aval, axis, range(rows.owned, start))))
         facts.append((aval.shape[:axis], aval.shape[axis + 1 :], np.dtype(aval.dtype).name, name))
     if adjoint:
         moves = [move.reverse() for move in moves]

@@ -1,6 +1,7 @@
 """Maps of rows with global indices: the rows that this rank owns, and the rows of which it has copies."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +15,13 @@ from jaxmpi._mpi import agreement, communicators, survival
 from jaxmpi._mpi.private_comms import clone_of
 from jaxmpi._mpi.watch import waiting
 from jaxmpi._operations.by_counts import allgatherv, gatherv
+from jaxmpi._operations.exchanges import index_accumulate_p, index_exchange_p, index_start_p, start_exchange
 from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive import counts as by_counts
+from jaxmpi._primitive.params import Planned
 from jaxmpi._unstructured import arguments as checks
-from jaxmpi._unstructured import directory, graphs
+from jaxmpi._unstructured import directory
 from jaxmpi._unstructured import ghosts as patterns
 from jaxmpi._unstructured.lookup import Lookup, distinct
 
@@ -57,6 +60,9 @@ class IndexMap(communicators.Local):
       TypeError: arrays that are traced, or not of integers. An error of an argument on one rank is raised on this rank,
         and on all others with the number of the rank. No rank is left waiting.
     """
+
+    _numbering: Any = None
+    """The order of the rows in files, of `jaxmpi._files.rows`, when it is known."""
 
     def __init__(self, owned: Any, ghosts: Any, *, owners: Any = None, comm: MPI.Comm | None = None):
         self._make(owned, ghosts, owners, comm, checks.Names())
@@ -107,7 +113,7 @@ class IndexMap(communicators.Local):
         """
         operation = "IndexMap.from_csr"
         with _together(comm, operation) as (clone, _):
-            block, failure = agreement.capture(lambda: graphs.csr(indptr, indices, rows, operation))
+            block, failure = agreement.capture(lambda: checks.csr(indptr, indices, rows, operation))
             (some_without,) = agreement.sums(clone, operation, failure, rows is None)
             if some_without not in (0, clone.size):
                 raise ValueError(
@@ -119,7 +125,11 @@ class IndexMap(communicators.Local):
                 first = clone.exscan(count) or 0
                 owned = np.arange(first, first + count)
         new_map = cls.__new__(cls)
-        new_map._make(owned, columns, None, comm, checks.Names(operation, "rows", "indices", _UNOWNED_COLUMN))
+        unowned = (
+            "The matrix is square: each column is the global index of a row, which one rank has. Pass the rows that "
+            "are missing, or give the indices of this rank's rows by rows=."
+        )
+        new_map._make(owned, columns, None, comm, checks.Names(operation, "rows", "indices", unowned))
         return new_map, new_map.to_local(columns)
 
     @classmethod
@@ -154,7 +164,7 @@ class IndexMap(communicators.Local):
         operation = "IndexMap.from_edges"
         with _together(comm, operation) as (clone, known):
             rank, size = known.rank, known.size
-            own, failure = agreement.capture(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
+            own, failure = agreement.capture(lambda: checks.edges(senders, receivers, owner, operation, rank, size))
             digest = 0 if own is None else directory.digest_of(own[-1])
             (total,) = agreement.sums(clone, operation, failure, digest)
         assert own is not None
@@ -302,8 +312,8 @@ class IndexMap(communicators.Local):
             passed other arrays, use other maps, or called in another order. With `JAXMPI_CHECK=1` on all ranks, before
             anything is sent.
         """
-        self._check_alive("IndexMap.exchange")
-        return patterns.exchange(self._pattern, self._comm, tree)
+        arrays, structure, params = self._checked("IndexMap.exchange", tree)
+        return jax.tree.unflatten(structure, index_exchange_p.apply_to_all(params, arrays))
 
     def accumulate(self, tree: Any, op: MPI.Op = MPI.SUM) -> Any:
         """Add the ghosts to the rows that they copy, and clear the ghosts: one operation, one message to each
@@ -326,8 +336,16 @@ class IndexMap(communicators.Local):
 
         Raises: as `exchange`; ValueError for another reduction.
         """
-        self._check_alive("IndexMap.accumulate")
-        return patterns.accumulate(self._pattern, self._comm, tree, op)
+        operation = "IndexMap.accumulate"
+        reduction = arguments.reduction(op, operation)
+        if reduction.name not in ("SUM", "MAX", "MIN"):
+            raise ValueError(f"{operation}: op must be MPI.SUM, MPI.MAX, MPI.MIN, got {reduction.name}.")
+
+        def check(x: Any, operation: str, name: str) -> jax.Array:
+            return arguments.reducible(x, reduction, operation, name)
+
+        arrays, structure, params = self._checked(operation, tree, check, reduction.name)
+        return jax.tree.unflatten(structure, index_accumulate_p.apply_to_all(params, arrays))
 
     def start(self, tree: Any) -> Request:
         """Start an exchange: rows travel while the program computes.
@@ -340,8 +358,18 @@ class IndexMap(communicators.Local):
 
         Raises: as `exchange` while tracing. `wait` raises the errors at run time.
         """
-        self._check_alive("IndexMap.start")
-        return patterns.start(self._pattern, self._comm, tree)
+        arrays, structure, params = self._checked("IndexMap.start", tree)
+        return start_exchange("IndexMap.start", params, arrays, structure, index_start_p)
+
+    def _checked(
+        self, operation: str, tree: Any, check: Any = arguments.array, op: str | None = None
+    ) -> tuple[list[Any], Any, Planned]:
+        """Return the arrays, the structure, and the parameters of an exchange, or of the adjoint with a reduction."""
+        self._check_alive(operation)
+        arrays, names, structure = self._leaves(operation, tree, sum(self.sizes), check=check)
+        pattern = self._pattern if op is None else dataclasses.replace(self._pattern, op=op)
+        per_array = tuple((-x.ndim, name) for x, name in zip(arrays, names, strict=True))
+        return arrays, structure, Planned(self._comm, pattern, per_array, op is not None)
 
     def gather(self, tree: Any, root: int | None = 0) -> Any:
         """Put the rows of all ranks into one array, in the ascending order of their global indices.
@@ -367,14 +395,8 @@ class IndexMap(communicators.Local):
         function = "IndexMap.gather"
         self._check_alive(function)
         root = None if root is None else arguments.rank(root, self._comm, function, "root")
-        arrays, names, structure = arguments.leaves(tree, function, "tree")
-        owned, ghosts = self.sizes
-        for x, name in zip(arrays, names, strict=True):
-            if x.ndim == 0 or x.shape[0] not in (owned, owned + ghosts):
-                raise ValueError(
-                    f"{function}: {name} has shape {x.shape}, and rank {self._comm.rank} owns {owned} rows and has "
-                    f"{ghosts} ghosts: pass the rows that it owns along the first axis, or both."
-                )
+        arrays, _, structure = self._leaves(function, tree, self.sizes[0], sum(self.sizes))
+        owned = self.sizes[0]
         if self._total > by_counts.MOST:
             raise ValueError(
                 f"{function}: the ranks own {self._total} rows, and MPI counts {by_counts.MOST}: jaxmpi.io.save writes "
@@ -405,22 +427,24 @@ class IndexMap(communicators.Local):
         Raises:
           ValueError: an array has another number of rows.
         """
-        arrays, names, structure = arguments.leaves(tree, "IndexMap.pad", "tree")
-        owned, ghosts = self.sizes
-        for x, name in zip(arrays, names, strict=True):
-            if x.ndim == 0 or x.shape[0] != owned:
-                raise ValueError(
-                    f"IndexMap.pad: {name} has shape {x.shape}, and rank {self._comm.rank} owns {owned} rows: pass "
-                    "them alone, along the first axis."
-                )
-        padded = [keys.pad(x, [(0, ghosts), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
+        arrays, _, structure = self._leaves("IndexMap.pad", tree, self.sizes[0])
+        padded = [keys.pad(x, [(0, self.sizes[1]), *[(0, 0)] * (x.ndim - 1)]) for x in arrays]
         return jax.tree.unflatten(structure, padded)
 
-
-_UNOWNED_COLUMN = (
-    "The matrix is square: each column is the global index of a row, which one rank has. Pass the rows that are "
-    "missing, or give the indices of this rank's rows by rows=."
-)
+    def _leaves(
+        self, operation: str, tree: Any, *counts: int, check: Any = arguments.array
+    ) -> tuple[list[Any], list[str], Any]:
+        """Return arrays with one of these numbers of rows, the names and the structure. Raise ValueError for others."""
+        arrays, names, structure = arguments.leaves(tree, operation, "tree", check)
+        owned, ghosts = self.sizes
+        for x, name in zip(arrays, names, strict=True):
+            if x.ndim == 0 or x.shape[0] not in counts:
+                raise ValueError(
+                    f"{operation}: {name} has shape {x.shape}, and rank {self._comm.rank} owns {owned} rows and has "
+                    f"{ghosts} ghosts: the first axis must have this rank's {' or '.join(map(str, counts))} rows, "
+                    f"beginning with the {owned} that it owns."
+                )
+        return arrays, names, structure
 
 
 @contextlib.contextmanager

@@ -91,13 +91,9 @@ def _integers(new_owner: Any) -> jax.Array:
     return owners
 
 
-Groups = tuple[tuple[int, ...], ...]
-"""The positions of the arrays that are joined to one."""
-
-
-def _groups(leaves: Sequence[Any]) -> Groups:
-    """Group the arrays, on all ranks alike, because it depends on dtypes alone. Random keys stay alone, because
-    `alltoallv` compares them."""
+def _groups(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of the arrays that are joined to one, on all ranks alike, because it depends on dtypes
+    alone. Random keys stay alone, because `alltoallv` compares them."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         kind = i if keys.is_key(x) else x.dtype if internals.inexact(x) else "bits"
@@ -107,19 +103,14 @@ def _groups(leaves: Sequence[Any]) -> Groups:
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _sort(
-    size: int, groups: Groups, leaves: list[Any], owners: jax.Array, count: jax.Array | None
+    size: int, groups: tuple[tuple[int, ...], ...], leaves: list[Any], owners: jax.Array, count: jax.Array | None
 ) -> tuple[list[Any], jax.Array]:
     """Return the joined arrays, with rows sorted by owner, and the number of rows for each rank. The numbers may be
     codes for an error instead."""
     order, sent = _order(size, owners, count)
-    ordered = [_take(x, order) for x in leaves]
+    # If there are no rows, the result must still depend on `x`, because other ranks have a batch if `x` is one.
+    ordered = [x.at[order].get(mode="promise_in_bounds", unique_indices=True) if x.size else x for x in leaves]
     return [_join([ordered[i] for i in group]) for group in groups], sent
-
-
-def _take(x: Any, order: jax.Array) -> Any:
-    """Return the rows in this order. If there are none, the result must still depend on `x`, because other ranks have a
-    batch if `x` is one, and jnp would make new zeros."""
-    return x.at[order].get(mode="promise_in_bounds", unique_indices=True) if x.size else x
 
 
 def _order(size: int, owners: jax.Array, count: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -155,12 +146,16 @@ def _join(arrays: Sequence[Any]) -> Any:
     if len(arrays) == 1:
         return arrays[0]
     word = _word([x.dtype for x in arrays])
-    bits = arrays if word is None else [_bits(x, word) for x in arrays]
+    bits = arrays
+    if word is not None:  # on one more axis if an element takes several words
+        bits = [lax.bitcast_convert_type(x.astype(_whole(x.dtype)), word) for x in arrays]
     return jnp.concatenate([x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in bits], axis=1)
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _separate(groups: Groups, kinds: tuple[tuple[tuple[int, ...], Any], ...], joined: list[Any]) -> list[Any]:
+def _separate(
+    groups: tuple[tuple[int, ...], ...], kinds: tuple[tuple[tuple[int, ...], Any], ...], joined: list[Any]
+) -> list[Any]:
     """Return the arrays, with these shapes of rows and dtypes."""
     arrays: list[Any] = [None] * len(kinds)
     for group, rows in zip(groups, joined, strict=True):
@@ -171,10 +166,14 @@ def _separate(groups: Groups, kinds: tuple[tuple[tuple[int, ...], Any], ...], jo
         start = 0
         for i in group:
             shape, dtype = kinds[i]
-            size = math.prod(shape) * (1 if word is None else _itemsize(dtype) // word.itemsize)
+            each = 1 if word is None else _itemsize(dtype) // word.itemsize
+            size = math.prod(shape) * each
             part = lax.slice_in_dim(rows, start, start + size, axis=1)
             start += size
-            arrays[i] = _of_bits(part, shape, dtype, word).reshape(rows.shape[0], *shape)
+            if word is not None:
+                words = part.reshape(rows.shape[0], *shape, *([each] if each > 1 else []))
+                part = lax.bitcast_convert_type(words, _whole(dtype)).astype(dtype)
+            arrays[i] = part.reshape(rows.shape[0], *shape)
     return arrays
 
 
@@ -199,17 +198,3 @@ def _whole(dtype: Any) -> Any:
 
 def _itemsize(dtype: Any) -> int:
     return int(np.dtype(_whole(dtype)).itemsize)
-
-
-def _bits(x: Any, word: Any) -> Any:
-    """Return the words of an array of integers or truth values, on one more axis if an element takes several."""
-    return lax.bitcast_convert_type(x.astype(_whole(x.dtype)), word)
-
-
-def _of_bits(words: Any, shape: tuple[int, ...], dtype: Any, word: Any) -> Any:
-    """Return the array with this shape of rows that the words represent."""
-    if word is None:
-        return words
-    each = _itemsize(dtype) // word.itemsize
-    words = words.reshape(words.shape[0], *shape, *([each] if each > 1 else []))
-    return lax.bitcast_convert_type(words, _whole(dtype)).astype(dtype)
