@@ -160,23 +160,19 @@ def reduce_scatter(
     Args:
       x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks. With
         `counts` of shape `(n, ...)`, all of the same `n`.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
+      op, comm: as in `allreduce`.
       counts: None: rank i gets entry `i`. Otherwise how many rows of the reduction each rank gets, the rows of rank 0
         first (MPI_Reduce_scatter). Known while tracing: a sequence of integers, the same on all ranks, whose sum is
         `n`. Known at run time: the count of this rank, a scalar; the sum over all ranks is at most `n`.
       rows: of counts at run time, for how many rows the result has room; `n` if it is None.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      This rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count
-      at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
-      the counts of all ranks, of shape `(size,)` and dtype int32.
+      This rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count at run time a pair
+      `(rows, counts)`, as that of `allgatherv`.
 
     Raises:
-      ValueError: the length of the first axis is wrong. TypeError: `op` is not defined for the dtype, or an argument is
-      of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's count is negative, or the sum is more than `n`;
-      on each rank with more rows than there is room for.
+      As `allreduce`; ValueError: the length of the first axis is wrong. At run time as `allgatherv`, and on all ranks if
+      the sum of counts is more than `n`.
     """
     resolved = communicators.resolve(comm, "reduce_scatter")
     reduction = arguments.reduction(op, "reduce_scatter")
@@ -238,11 +234,7 @@ def alltoallv(
       `recvcounts` has shape `(size,)` and dtype int32.
 
     Raises:
-      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
-      anything is sent; other ranks then wait. Only with `JAXMPI_CHECK=1`, `recvcounts` is compared with the counts that
-      the other ranks send.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's counts are negative or more than the `n` of
-      that rank; on each rank with more rows than there is room for.
+      As `allgatherv`. Only with `JAXMPI_CHECK=1`, `recvcounts` is compared with the counts that the other ranks send.
     """
     resolved = communicators.resolve(comm, "alltoallv")
     leaves, names, structure = arguments.leaves(x, "alltoallv", "x")
@@ -313,26 +305,16 @@ def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MP
     They are joined along the first axis, whose length may differ from rank to rank; the other axes are the same.
 
     Args:
-      x: array of shape `(n, ...)`, or a pytree of arrays like this, all of the same `n`.
-      counts: how many rows of `x` count. Known while tracing: the counts of all ranks, a sequence of integers, the same
-        on all ranks; the count of this rank is the `n` of `x`. Known at run time: the count of this rank, a scalar, at
-        most `n`.
+      x, counts, comm: as in `allgatherv`.
       root: rank that receives, static.
-      rows: of counts at run time, for how many rows root's result has room; the number of ranks times `n` if it is
-        None. Other ranks do not use it.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      rows: as in `allgatherv`, for root's result. Other ranks do not use it.
 
     Returns:
-      On root the rows of rank 0, then the rows of rank 1 and so on, of shape `(sum(counts), ...)`; on
-      other ranks `x` itself. With a count at run time a pair `(rows, counts)`: root's rows have shape
-      `(rows, ...)` and end with zeros; `counts`, on all ranks, are the counts of all ranks, of shape `(size,)` and
-      dtype int32.
+      On root the rows that `allgatherv` returns; on other ranks `x` itself. With a count at run time a pair
+      `(rows, counts)`, as there; `counts`, on all ranks, are the counts of all ranks.
 
     Raises:
-      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
-      anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's count is negative or more than the `n` of that
-      rank; on root, if there are more rows than there is room for.
+      As `allgatherv`; only root raises if there are more rows than there is room for.
     """
     resolved = communicators.resolve(comm, "gatherv")
     root = arguments.rank(root, resolved, "gatherv", "root")
@@ -374,10 +356,7 @@ def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: M
       shape `(size,)` and dtype int32.
 
     Raises:
-      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
-      anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if root's counts are negative or more than root's `n`; on
-      each rank with more rows than there is room for.
+      As `allgatherv`; at run time on all ranks, if root's counts are negative or more than root's `n`.
     """
     resolved = communicators.resolve(comm, "scatterv")
     root = arguments.rank(root, resolved, "scatterv", "root")

@@ -86,8 +86,7 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
       Same shape; entry `i` of the result comes from rank i.
 
     Raises:
-      ValueError: the first axis is not the number of ranks. TypeError: an argument is of the wrong type. Both while
-      tracing, before anything is sent; other ranks then wait.
+      ValueError: the first axis is not the number of ranks. Otherwise as `allgather`.
     """
     resolved = communicators.resolve(comm, "alltoall")
     return alltoall_p.apply_to_tree(common(resolved), x, arguments.stacked, resolved.size)
@@ -187,16 +186,14 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Stack the arrays of all ranks, on root (MPI_Gather).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
+      x, comm: as in `allgather`.
       root: rank that receives, static.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
       On root of shape `(size, *x.shape)`, entry `i` from rank i; on other ranks `x` itself.
 
     Raises:
-      ValueError: `root` is not a rank. TypeError: a static argument is traced, or an argument is of the wrong type.
-      Both while tracing, before anything is sent; other ranks then wait.
+      As `bcast`.
     """
     resolved = communicators.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
@@ -239,9 +236,7 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
       This rank's entry, of shape `(...)`.
 
     Raises:
-      ValueError: `root` is not a rank, or the first axis on root is not the number of ranks. TypeError: a static
-      argument is traced, or an argument is of the wrong type. Both while tracing, before anything is sent; other ranks
-      then wait.
+      ValueError: the first axis on root is not the number of ranks. Otherwise as `bcast`.
     """
     resolved = communicators.resolve(comm, "scatter")
     params = _rooted(resolved, arguments.rank(root, resolved, "scatter", "root"))

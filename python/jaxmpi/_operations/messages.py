@@ -242,28 +242,16 @@ def sendrecv(
     """Send one message and receive another, without deadlock (MPI_Sendrecv).
 
     Args:
-      sendbuf: array of any shape, or a pytree of arrays, which is one message per leaf, in order.
-      recvbuf: a template with the shape and dtype of the message received; its values are not read. Or a pytree
-        with as many leaves as `sendbuf` has. May be (or hold) `jax.ShapeDtypeStruct`.
-      source: rank that sends to this one; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result
-        is zero. A pytree of several leaves needs a definite source. This and the following are integers, which may be
-        traced.
-      dest: rank that receives from this one; or `MPI.PROC_NULL`: nothing is sent.
-      sendtag: tag of the message that is sent.
-      recvtag: tag of the message that is received, or `MPI.ANY_TAG`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      status: filled when the message arrives; for a pytree it is the status of the last message. Inside `jit` it must
-        not be read before the result is ready.
+      sendbuf, dest, sendtag: as `x`, `dest` and `tag` of `send`.
+      recvbuf, source, recvtag: as `x`, `source` and `tag` of `recv`; a pytree has as many leaves as `sendbuf` has.
+      comm, status: as in `recv`.
 
     Returns:
       The message received, with the structure, shape and dtype of `recvbuf`. It can be
       differentiated with respect to `sendbuf`: cotangents travel back, with source and dest, and the tags, exchanged.
 
     Raises:
-      ValueError, TypeError: while tracing, before anything is sent; the peers then wait.
-      jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
-      was passed (with one, the rest of the result is zero). Also, before anything is sent, if a traced rank or tag is
-      invalid.
+      As `recv`.
     """
     resolved = communicators.resolve(comm, "sendrecv")
     values = {

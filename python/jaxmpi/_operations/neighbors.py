@@ -182,14 +182,12 @@ def neighbor_alltoall(x: Any, *, comm: MPI.Comm) -> Any:
     Args:
       x: array of shape `(number of destinations, ...)`, or a pytree of arrays like this; blocks have the same shapes
         and dtypes on all ranks.
-      comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
+      comm: as in `neighbor_allgather`.
 
     Returns:
       Array of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
 
     Raises:
-      ValueError, TypeError: `comm` has no neighbours, `x` has not a block for each destination, or an argument is of
-      the wrong type; while tracing, before anything is sent.
-      jax.errors.JaxRuntimeError: at run time, on a rank that receives a message of another call.
+      As `neighbor_allgather`; ValueError: `x` has not a block for each destination.
     """
     return neighbor_alltoall_p.apply_to_neighbors(x, comm, own_blocks=True)

@@ -75,17 +75,14 @@ def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Start to reduce the arrays of all ranks; all ranks get the result from `wait` (MPI_Iallreduce).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks. It is copied: it may change
-        afterwards.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, op, comm: as in `allreduce`. `x` is copied: it may change afterwards.
 
     Returns:
       A `Request`: `wait(request)` gives the result of `allreduce`. It can be differentiated like that one; derivatives
       of PROD, MAX and MIN are communicated where the operation starts.
 
     Raises:
-      TypeError, ValueError: as `allreduce`; while tracing, before anything is sent; other ranks then wait.
+      As `allreduce`.
     """
     reduction = arguments.reduction(op, "iallreduce")
     params = Reducing(communicators.resolve(comm, "iallreduce"), reduction)
@@ -111,15 +108,13 @@ def ialltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """Start to send entry `i` of the first axis to rank i (MPI_Ialltoall).
 
     Args:
-      x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks. It is
-        copied.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, comm: as in `alltoall`. `x` is copied.
 
     Returns:
       A `Request`: `wait(request)` gives the result of `alltoall`.
 
     Raises:
-      ValueError, TypeError: as `alltoall`; while tracing, before anything is sent; other ranks then wait.
+      As `alltoall`.
     """
     resolved = communicators.resolve(comm, "ialltoall")
     check = lambda leaf, *names: arguments.stacked(leaf, resolved.size, *names)  # noqa: E731
@@ -177,16 +172,13 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Start to send root's array to all ranks (MPI_Ibcast).
 
     Args:
-      x: on root the data, which is copied; on other ranks a template of the same shape and dtype, whose values are not
-        read. Or pytrees of them. A template may be a `jax.ShapeDtypeStruct`.
-      root: rank that sends, static.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, root, comm: as in `bcast`. Root's `x` is copied.
 
     Returns:
       A `Request`: `wait(request)` gives root's array on all ranks.
 
     Raises:
-      ValueError, TypeError: as `bcast`; while tracing, before anything is sent; other ranks then wait.
+      As `bcast`.
     """
     resolved = communicators.resolve(comm, "ibcast")
     root = arguments.rank(root, resolved, "ibcast", "root")
@@ -232,13 +224,8 @@ def irecv(
     MPI_THREAD_MULTIPLE, which mpi4py asks for.
 
     Args:
-      x: a template with the shape and dtype of the message; its values are not read. A pytree receives one
-        message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`.
-      source: rank that sends; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is zero. A
-        pytree of several leaves needs a definite source. An integer, which may be traced.
-      tag: tag of the message, or `MPI.ANY_TAG`, which does not match tags of the upper half of MPI's tags. An integer,
-        which may be traced.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, source, comm: as in `recv`.
+      tag: as in `recv`; `MPI.ANY_TAG` does not match tags of the upper half of MPI's tags.
 
     Returns:
       A `Request`: `wait(request)` gives the message, with the shape and dtype of the template.
@@ -274,17 +261,13 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> A
     """Start to send a message (MPI_Isend).
 
     Args:
-      x: array of any shape, or a pytree of arrays, which is one message per leaf, in order. It is copied.
-      dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
-      tag: tag of the message. An integer, which may be traced.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, dest, tag, comm: as in `send`. `x` is copied.
 
     Returns:
       A `Request`: `wait(request)` gives None, once the message has left this rank.
 
     Raises:
-      ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
-      jax.errors.JaxRuntimeError: at run time, if a traced `dest` is no rank, or a traced `tag` no tag; nothing is sent.
+      As `send`.
     """
     resolved = communicators.resolve(comm, "isend")
     known, traced = envelope.split(

@@ -135,17 +135,14 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None) -> An
     """Reduce the arrays of all ranks element by element; root gets the result (MPI_Reduce).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
+      x, op, comm: as in `allreduce`.
       root: rank that receives, static.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
       The reduction on root; on other ranks `x` itself.
 
     Raises:
-      ValueError: `root` is not a rank. TypeError: `op` is not defined for the dtype, a static argument is traced, or an
-      argument is of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
+      As `allreduce`; ValueError: `root` is not a rank; TypeError: it is traced.
     """
     resolved = communicators.resolve(comm, "reduce")
     root = arguments.rank(root, resolved, "reduce", "root")
@@ -211,16 +208,13 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Reduce over the ranks up to this one: rank i gets the reduction over ranks 0 to i (MPI_Scan).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, op, comm: as in `allreduce`.
 
     Returns:
       Same shape and dtype as `x`.
 
     Raises:
-      TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
-      is sent; other ranks then wait.
+      As `allreduce`.
     """
     return scan_p.reduce_tree(reducing(communicators.resolve(comm, "scan"), arguments.reduction(op, "scan")), x)
 
@@ -239,17 +233,14 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Reduce over the ranks before this one: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, op, comm: as in `allreduce`.
 
     Returns:
       Same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets the identity
       element: 0 for SUM, 1 for PROD, the least value for MAX and so on; zeros for a user-made `op`.
 
     Raises:
-      TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
-      is sent; other ranks then wait.
+      As `allreduce`.
     """
     params = reducing(communicators.resolve(comm, "exscan"), arguments.reduction(op, "exscan"))
     result = exscan_p.reduce_tree(params, x)
