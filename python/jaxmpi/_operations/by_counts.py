@@ -171,8 +171,8 @@ def reduce_scatter(
       `(rows, counts)`, as that of `allgatherv`.
 
     Raises:
-      As `allreduce`; ValueError: the length of the first axis is wrong. At run time as `allgatherv`, and on all ranks if
-      the sum of counts is more than `n`.
+      As `allreduce`; ValueError: the length of the first axis is wrong. At run time as `allgatherv`, and on all ranks
+      if the sum of counts is more than `n`.
     """
     resolved = communicators.resolve(comm, "reduce_scatter")
     reduction = arguments.reduction(op, "reduce_scatter")

@@ -156,7 +156,6 @@ def start_exchange(
     """Start an exchange by a plan, with the parameters of the operation in one call, for a public function."""
     if len(arrays) > MOST_ARRAYS:
         raise ValueError(f"{function}: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
-    start.compare_keys(params, arrays)
     types = keys.types(arrays)
     params, arrays = of_words(params, arrays)
     begun = start.apply(params, *arrays)

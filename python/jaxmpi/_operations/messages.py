@@ -16,7 +16,6 @@ from jaxmpi._mpi import communicators, tags
 from jaxmpi._operations.common import Arrays, checked
 from jaxmpi._primitive import arguments, envelope, pytrees
 from jaxmpi._primitive.effect import Unsupported
-from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Exchanging, Receiving, Sending, kept
 
@@ -55,14 +54,7 @@ def back_of_recv(params: Any, traced: Arrays) -> tuple[dict[str, Any], list[Any]
     return envelope.split({"dest": there["source"], "tag": tag})
 
 
-class Message(Operation[P]):
-    """A message, or two. The receiver does not know what is in it, so keys are not compared."""
-
-    def compare_keys(self, params: P, arrays: Arrays) -> None:
-        pass
-
-
-class Send(Message[Sending]):
+class Send(Operation[Sending]):
     """The adjoint is `recv`."""
 
     def results(self, avals: Arrays, params: Sending) -> list[Any]:
@@ -112,7 +104,7 @@ def _of_each(params: Any, received: Arrays, sent: Arrays) -> list[Any]:
     return [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
 
 
-class Recv(Message[Receiving]):
+class Recv(Operation[Receiving]):
     """The adjoint is `send`."""
 
     def templates(self, params: Receiving) -> int:
@@ -176,7 +168,7 @@ def recv(
     return _with_status(result, written, status)
 
 
-class Sendrecv(Message[Exchanging]):
+class Sendrecv(Operation[Exchanging]):
     """The cotangent travels back: source and dest, and the tags, are exchanged.
 
     With recvtag ANY_TAG the cotangent is sent with the tag of the message sent, and any tag is accepted from that rank:

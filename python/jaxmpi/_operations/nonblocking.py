@@ -10,7 +10,7 @@ from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differing_cotangents
-from jaxmpi._operations.messages import Message, back_of_recv, back_of_send, refuse_recv, refuse_send
+from jaxmpi._operations.messages import back_of_recv, back_of_send, refuse_recv, refuse_send
 from jaxmpi._operations.reductions import allreduce_p, why_reduction_not_differentiable
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
@@ -32,7 +32,6 @@ from jaxmpi._primitive.params import (
 def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, traced: Arrays = ()) -> Request:
     """Check all leaves of `x`, and start the operation on each of them."""
     leaves, _, structure = arguments.leaves(x, operation.core_name, "x", check)
-    operation.compare_keys(params, leaves)
     words = list(map(keys.words, leaves))
     begun = [operation.begin(params, (), x, traced) for x in words]
     pending = tuple(operation.started(params, x) for x in words)
@@ -186,7 +185,7 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     return _start(ibcast_p, Rooted(resolved, root), x, check)
 
 
-class Irecv(Message[Receiving], Start[Receiving]):
+class Irecv(Start[Receiving]):
     """The adjoint is `isend`; ranks and tags that are known at run time stand before the template."""
 
     def templates(self, params: Receiving) -> int:
@@ -241,7 +240,7 @@ def irecv(
     return _start(irecv_p, Receiving(resolved, **known), x, arguments.template, traced)
 
 
-class Isend(Message[Sending], Start[Sending]):
+class Isend(Start[Sending]):
     """The adjoint is `irecv`."""
 
     has_result = False

@@ -5,13 +5,11 @@ received words into keys (`_primitive.operation`).
 """
 
 import functools
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmpi._jax import internals
 
@@ -69,8 +67,3 @@ def like(result: Any, dtype: Any) -> Any:
 def pad(x: Any, pads: Sequence[tuple[int, int]]) -> Any:
     """Pad as `jnp.pad` does, with zeros; keys with keys of zeros."""
     return like(jnp.pad(words(x), [*pads, *[(0, 0)] * axes(x)]), x.dtype)
-
-
-def signature(xs: Iterable[Any]) -> np.uint32:
-    """Return a 32-bit number by which ranks see that their keys are of different implementations."""
-    return np.uint32(zlib.crc32(repr(types(xs)).encode()))

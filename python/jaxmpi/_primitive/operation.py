@@ -7,18 +7,17 @@ from typing import Any, Generic
 
 import jax
 import numpy as np
-from mpi4py import MPI
 
 from jaxmpi._jax import internals, primitives
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._mpi import call_sites, communicators, timeline
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import OPERATIONS
-from jaxmpi._primitive import arguments, effect, keys, lowering, rules
+from jaxmpi._primitive import effect, keys, lowering, rules
 from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.jit import eager
 from jaxmpi._primitive.lowering import ALL, P, Passed
-from jaxmpi._primitive.params import TANGENT, Common, Comparing, Reducing
+from jaxmpi._primitive.params import TANGENT, Common, Comparing
 
 KNOWN: "list[Operation[Any]]" = []
 """All operations."""
@@ -181,7 +180,6 @@ class Operation(primitives.Primitive, Generic[P]):
         """
         if keys.among(x for xs in operands for x in xs):
             types = [lowering.types(self, xs, call) for call, xs in zip(params, operands, strict=True)]
-            self.compare_keys(params[0], [x for xs in operands for x in xs])
             words = self.apply_to_leaves(params, [list(map(keys.words, xs)) for xs in operands])
             return [
                 keys.like(y, of_leaf[0].dtype) if of_leaf else None for y, of_leaf in zip(words, types, strict=True)
@@ -191,21 +189,6 @@ class Operation(primitives.Primitive, Generic[P]):
             return [ys[0] if ys else None for ys in results_of_leaves]
         results = _call(self, params[0].comm, tuple(params), [x for xs in operands for x in xs])
         return results or [None] * len(operands)
-
-    def compare_keys(self, params: P, arrays: Sequence[Any]) -> None:
-        """Raise an error on all ranks, with JAXMPI_CHECK, if their keys are of different implementations. The numbers
-        of words may agree all the same."""
-        if not (communicators.CHECK and keys.among(arrays)):
-            return
-        own = keys.signature(arrays)
-        least, most = ~own, own
-        largest = Reducing(params.comm, arguments.reduction(MPI.MAX, self.core_name))
-        (extremes,) = _agree_p.apply(largest, np.array([least, most], np.uint32))
-        text = arguments.with_calling_line(
-            f"the keys that {self.shown} is called with are not of the same implementations (jax.random.key_impl) "
-            f"on all ranks; here they are {', '.join(str(x.dtype) for x in arrays if keys.is_key(x))}. The call is at"
-        )
-        check_p.apply(Comparing(params.comm, text), extremes[0] != ~extremes[1])
 
 
 def is_ours(primitive: Any) -> bool:
@@ -231,8 +214,6 @@ class Check(Operation[Comparing]):
 
 
 check_p = Check("check")
-_agree_p: Operation[Reducing] = Operation("allreduce")
-"""The reduction of numbers by which ranks see whether they agree. It has no derivative."""
 
 
 # --- eager calls -----------------------------------------------------------------------------------------------------
