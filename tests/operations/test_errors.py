@@ -13,7 +13,6 @@ import jaxmpi
 from jaxmpi import fft
 from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import OPERATIONS
-from jaxmpi._operations.table import check_names
 from jaxmpi._primitive.operation import eager_programs
 from support import simulated
 from support.rows import each, rows
@@ -507,13 +506,6 @@ def test_short_message(rank):
     elif rank == 1:
         with pytest.raises(Exception, match=r"16 bytes \(2 elements of float64\), the template 32 bytes.*status="):
             jax.block_until_ready(jaxmpi.recv(jnp.zeros(4), 0))
-
-
-def test_names_differ_fails_loudly():
-    """A core and a table of two versions are noticed at import."""
-    check_names({"bcast"}, {"bcast"})
-    with pytest.raises(ImportError, match=r"scan.*Reinstall"):
-        check_names({"bcast"}, {"bcast", "scan"})
 
 
 @pytest.mark.alone

@@ -13,7 +13,7 @@ from jax._src.interpreters import partial_eval
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import rule_communicates
-from jaxmpi._derivatives.rewrites import with_results_of, without_results
+from jaxmpi._derivatives.rewrites import returning, with_results_of
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._jax.primitives import Literal
@@ -62,7 +62,7 @@ def eliminate_dead_code(own: Callable[..., Any], jaxpr: Any, used: Any, *args: A
         wider, more = with_results_of(jaxpr, which)
         used = [used] * len(jaxpr.outvars) if isinstance(used, bool) else [*used]
         kept, inputs = own(wider, used + [True] * more, *args, **kwargs)
-        kept = without_results(kept, more)
+        kept = returning(kept, kept.outvars[: len(kept.outvars) - more])
     return kept, inputs
 
 

@@ -101,22 +101,6 @@ def permit_effect(kind: type) -> None:
         permission.add_type(kind)
 
 
-def define_primitive(
-    primitive: Primitive, abstract_eval: Callable[..., Any], effectful: bool, implementation: Callable[..., Any]
-) -> None:
-    """Give a primitive an abstract evaluation and an eager implementation."""
-    if effectful:
-        primitive.def_effectful_abstract_eval(abstract_eval)
-    else:
-        primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(implementation)
-
-
-def traceback() -> Any:
-    """Return the traceback of the operation that is being traced: the original one, if JAX evaluates it once more."""
-    return source_info_util.current().traceback
-
-
 def keep(primitive: Primitive) -> None:
     """Make dead code elimination keep a primitive that has no effect."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
@@ -205,9 +189,8 @@ def on_mesh(mesh: jax.sharding.Mesh) -> Any:
     return getattr(owner, name)(mesh)
 
 
-def current_source() -> Any:
-    return source_info_util.current()
-
+current_source = source_info_util.current
+"""Returns the source of the operation that is being traced: the original one, if JAX evaluates it once more."""
 
 jit_disabled = config.disable_jit
 """Whether `jax.disable_jit` holds: in the attribute `value`."""

@@ -125,6 +125,14 @@ def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(first)), len(list(carried))
 
 
+def divide_as_scan(
+    params: dict[str, Any], operands: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return a scan's constants, carried values and rows among the operands."""
+    constants, carried = parts_of_scan(params)
+    return operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
+
+
 def lower_calls_inline(effect: internals.Effect) -> None:
     """Make nested calls with the effect be lowered inline.
 

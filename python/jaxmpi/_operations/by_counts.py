@@ -19,7 +19,6 @@ from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p, mig
 from jaxmpi._operations.common import SUM, Arrays, common, typed
 from jaxmpi._operations.reductions import (
     reduce_scatter_p,
-    reduced_everywhere,
     reducing,
     weight_of,
     why_reduction_not_differentiable,
@@ -128,20 +127,14 @@ class ReduceScatterv(ByCounts):
     """The adjoint of a sum is `allgatherv`."""
 
     def why_not_differentiable(self, params: Divided) -> str:
-        return why_reduction_not_differentiable(_op(params))
+        return why_reduction_not_differentiable(params.op)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Divided) -> list[Any]:
-        op = _op(params)
-        if op.name == "SUM":
+        if params.op.name == "SUM":
             return super().tangent(primals, tangents, results, params)
         x, *counts = primals
-        weight = weight_of(x, op, params, lambda: reduced_everywhere(x, op, params))
-        return self.apply(dataclasses.replace(params, op=SUM, derivative=TANGENT), weight * tangents[0], *counts)
-
-
-def _op(params: Divided) -> arguments.Reduction:
-    assert params.op is not None
-    return params.op
+        summing = dataclasses.replace(params, op=SUM, derivative=TANGENT)
+        return self.apply(summing, weight_of(x, params) * tangents[0], *counts)
 
 
 reduce_scatterv_p = ReduceScatterv("reduce_scatterv", adjoint=allgatherv_p)

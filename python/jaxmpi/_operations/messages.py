@@ -22,18 +22,6 @@ from jaxmpi._primitive.params import COTANGENT, TANGENT, Exchanging, Receiving, 
 _sending, _receiving, _exchanging = kept(Sending), kept(Receiving), kept(Exchanging)
 
 
-def refuse_send(params: Any) -> str:
-    """Return why a message that is sent has no derivative; empty if it has one."""
-    return tags.why_not_differentiable(vars(params), "tag")
-
-
-def refuse_recv(params: Any) -> str:
-    """Return why a message that is received has no derivative; empty if it has one."""
-    if params.tag == MPI.ANY_TAG and params.source != MPI.PROC_NULL:
-        return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
-    return _refuse_source(params, "tag")
-
-
 def _refuse_source(params: Any, *names: str) -> str:
     if params.source == MPI.ANY_SOURCE:
         return "with source ANY_SOURCE the way back is unknown; name the source."
@@ -61,7 +49,7 @@ class Send(Operation[Sending]):
         return []
 
     def why_not_differentiable(self, params: Sending) -> str:
-        return refuse_send(params)
+        return tags.why_not_differentiable(vars(params), "tag")
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Sending) -> list[Any]:
         template, *traced = operands
@@ -88,7 +76,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> No
     """
     resolved = communicators.resolve(comm, "send")
     known, traced = envelope.split(
-        {"dest": arguments.dest(dest, resolved, "send"), "tag": arguments.tag(tag, "send", "tag")}
+        {"dest": arguments.peer(dest, resolved, "send", "dest"), "tag": arguments.tag(tag, "send", "tag")}
     )
     params = _sending(resolved, **known)
     if not traced and type(x) is internals.ConcreteArray:  # as below, but faster
@@ -111,7 +99,9 @@ class Recv(Operation[Receiving]):
         return 1
 
     def why_not_differentiable(self, params: Receiving) -> str:
-        return refuse_recv(params)
+        if params.tag == MPI.ANY_TAG and params.source != MPI.PROC_NULL:
+            return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
+        return _refuse_source(params, "tag")
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
         *traced, template = operands
@@ -155,7 +145,7 @@ def recv(
       invalid.
     """
     resolved = communicators.resolve(comm, "recv")
-    sender = arguments.one_message(arguments.source(source, resolved, "recv"), x, "recv")
+    sender = arguments.one_message(arguments.peer(source, resolved, "recv", "source"), x, "recv")
     known, traced = envelope.split({"source": sender, "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,))})
     written = arguments.status(status, "recv")
     params = _receiving(resolved, **known, status=written)
@@ -247,8 +237,8 @@ def sendrecv(
     """
     resolved = communicators.resolve(comm, "sendrecv")
     values = {
-        "source": arguments.source(source, resolved, "sendrecv"),
-        "dest": arguments.dest(dest, resolved, "sendrecv"),
+        "source": arguments.peer(source, resolved, "sendrecv", "source"),
+        "dest": arguments.peer(dest, resolved, "sendrecv", "dest"),
         "sendtag": arguments.tag(sendtag, "sendrecv", "sendtag"),
         "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
     }

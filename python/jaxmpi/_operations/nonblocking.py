@@ -10,7 +10,7 @@ from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differing_cotangents
-from jaxmpi._operations.messages import back_of_recv, back_of_send, refuse_recv, refuse_send
+from jaxmpi._operations.messages import Recv, Send, back_of_recv, back_of_send
 from jaxmpi._operations.reductions import allreduce_p, why_reduction_not_differentiable
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
@@ -185,14 +185,8 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     return _start(ibcast_p, Rooted(resolved, root), x, check)
 
 
-class Irecv(Start[Receiving]):
+class Irecv(Start[Receiving], Recv):
     """The adjoint is `isend`; ranks and tags that are known at run time stand before the template."""
-
-    def templates(self, params: Receiving) -> int:
-        return 1
-
-    def why_not_differentiable(self, params: Receiving) -> str:
-        return refuse_recv(params)
 
     def order(self, leaf: Any, traced: Arrays) -> list[Any]:
         return [*traced, leaf]
@@ -235,18 +229,15 @@ def irecv(
         longer or shorter than the template. That message is dropped.
     """
     resolved = communicators.resolve(comm, "irecv")
-    sender = arguments.one_message(arguments.source(source, resolved, "irecv"), x, "irecv")
+    sender = arguments.one_message(arguments.peer(source, resolved, "irecv", "source"), x, "irecv")
     known, traced = envelope.split({"source": sender, "tag": arguments.tag(tag, "irecv", "tag", (MPI.ANY_TAG,))})
     return _start(irecv_p, Receiving(resolved, **known), x, arguments.template, traced)
 
 
-class Isend(Start[Sending]):
+class Isend(Start[Sending], Send):
     """The adjoint is `irecv`."""
 
     has_result = False
-
-    def why_not_differentiable(self, params: Sending) -> str:
-        return refuse_send(params)
 
     def back(self, params: Sending, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
         known, traced = back_of_send(params, traced)
@@ -270,6 +261,6 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> A
     """
     resolved = communicators.resolve(comm, "isend")
     known, traced = envelope.split(
-        {"dest": arguments.dest(dest, resolved, "isend"), "tag": arguments.tag(tag, "isend", "tag")}
+        {"dest": arguments.peer(dest, resolved, "isend", "dest"), "tag": arguments.tag(tag, "isend", "tag")}
     )
     return _start(isend_p, Sending(resolved, **known), x, arguments.array, traced)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -20,6 +20,7 @@ from jaxmpi._primitive.params import (
     COTANGENT,
     TANGENT,
     Common,
+    Divided,
     Exchanging,
     Reducing,
     ReducingTo,
@@ -72,8 +73,8 @@ class Allreduce(Reduction[Reducing]):
     works_in_place = True
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
-        weight = weight_of(x, params.op, params, lambda: result)
-        return self.apply(Reducing(params.comm, SUM, line=params.line, derivative=TANGENT), weight * tangent)[0]
+        summing = Reducing(params.comm, SUM, line=params.line, derivative=TANGENT)
+        return self.apply(summing, weight_of(x, params, result) * tangent)[0]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Reducing) -> list[Any]:
         if params.line is not None:
@@ -119,8 +120,8 @@ class Reduce(Reduction[ReducingTo]):
         return params.on_root
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: ReducingTo) -> Any:
-        weight = weight_of(x, params.op, params, lambda: _everywhere(x, params))
-        (total,) = self.apply(ReducingTo(params.comm, SUM, params.root, derivative=TANGENT), weight * tangent)
+        summing = ReducingTo(params.comm, SUM, params.root, derivative=TANGENT)
+        (total,) = self.apply(summing, weight_of(x, params) * tangent)
         return total if params.on_root else tangent + dependent_zeros([total], tangent)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: ReducingTo) -> list[Any]:
@@ -159,8 +160,7 @@ class ReduceScatter(Reduction[Reducing]):
         return 1, 0
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
-        weight = weight_of(x, params.op, params, lambda: _everywhere(x, params))
-        return self.apply(Reducing(params.comm, SUM, derivative=TANGENT), weight * tangent)[0]
+        return self.apply(Reducing(params.comm, SUM, derivative=TANGENT), weight_of(x, params) * tangent)[0]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Reducing) -> list[Any]:
         return self.adjoint.apply_to_all(Common(params.comm, derivative=COTANGENT), cotangents)
@@ -260,20 +260,21 @@ def _changing_nothing(name: str, zeros: Any) -> Any:
 # --- the derivatives of products and extremes ------------------------------------------------------------------------
 
 
-def weight_of(x: Any, op: arguments.Reduction, params: Common, extreme: Callable[[], Any]) -> Any:
-    """Return the derivative of a reduction over all ranks with respect to this rank's array."""
-    if op.name == "PROD":
+def weight_of(x: Any, params: Reducing | Divided, extreme: Any = None) -> Any:
+    """Return the derivative of a reduction over all ranks with respect to this rank's array. For an extreme it is
+    1 / (number of ranks with the extreme value) where this rank has it, else 0. `extreme`: the value, if it is known.
+    """
+    if params.op.name == "PROD":
         return _product_of_others(x, params)
-    assert op.name in _BEATS
-    return _share_of_extreme(x, extreme(), params)
+    if extreme is None:
+        extreme = _reduced_everywhere(x, params.op, params)
+    mine = x == extreme
+    count = _reduced_everywhere(mine.astype(jnp.int32), SUM, params)
+    return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
-def reduced_everywhere(x: Any, op: arguments.Reduction, params: Common) -> Any:
+def _reduced_everywhere(x: Any, op: arguments.Reduction, params: Common) -> Any:
     return allreduce_p.apply(Reducing(params.comm, op, derivative=TANGENT), x)[0]
-
-
-def _everywhere(x: Any, params: Reducing) -> Any:
-    return reduced_everywhere(x, params.op, params)
 
 
 def _move(x: Any, source: int, dest: int, params: Common) -> Any:
@@ -316,13 +317,6 @@ def _product_of_others(x: Any, params: Common) -> Any:
             part = part * before if exists else part
         product = product * part
     return product
-
-
-def _share_of_extreme(x: Any, extreme: Any, params: Common) -> Any:
-    """Return 1 / (number of ranks with the extreme value) where this rank has it, else 0."""
-    mine = x == extreme
-    count = reduced_everywhere(mine.astype(jnp.int32), SUM, params)
-    return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
 def _ratio(a: Any, b: Any, like: Any) -> Any:

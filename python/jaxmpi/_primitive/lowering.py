@@ -85,7 +85,7 @@ def add_site(op: Any, operands: Sequence[Any], params: Any, site: str) -> None:
 
 def find_site(op: Any, operands: Sequence[Any], params: Any) -> None:
     """Register the line of the program that is being traced."""
-    site = None if op.identity else call_sites.of_traceback(internals.traceback())
+    site = None if op.identity else call_sites.of_traceback(internals.current_source().traceback)
     if site is not None:
         add_site(op, [jax.typeof(x) for x in operands], params, site)
 

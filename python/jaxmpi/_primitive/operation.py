@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import jax
-import numpy as np
 
 from jaxmpi._jax import internals, primitives
 from jaxmpi._jax.dependence import depends_on
@@ -108,17 +107,7 @@ class Operation(primitives.Primitive, Generic[P]):
         """Return the parameters for a batch."""
         return params
 
-    def batch(self, axis: Any, operands: Sequence[Any], axes: Sequence[Any], params: P) -> tuple[list[Any], list[Any]]:
-        """Return the results, and the positions of their batch axes, where some operands are mapped."""
-        return rules.batch(self, axis, operands, axes, params)
-
-    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any], params: P) -> tuple[list[Any], list[Any]]:
-        """Return the results and their tangents."""
-        return rules.jvp(self, primals, tangents, params)
-
-    def transpose_all(self, cotangents: Sequence[Any], operands: Sequence[Any], params: P) -> list[Any]:
-        """Return the cotangents of all operands; None for each operand in which the operation is not linear."""
-        return rules.transpose_all(self, cotangents, operands, params)
+    batch, jvp, transpose_all = rules.batch, rules.jvp, rules.transpose_all
 
     # --- what follows ---
 
@@ -200,20 +189,19 @@ def in_derivative(equation: Any) -> bool:
     return is_ours(equation.primitive) and equation.params["call"].derivative is not None
 
 
-class Check(Operation[Comparing]):
-    """An operation that raises an error if one of several truth values is true on this rank.
+class OfValues(Operation[P]):
+    """An operation without results. The operands get no cotangents. But the operation has an effect, so it is
+    transposed with the computation around it."""
 
-    Truth values have no cotangent. But the operation has an effect, so it is transposed with the computation around it.
-    """
-
-    def results(self, avals: Sequence[Any], params: Comparing) -> list[Any]:
+    def results(self, avals: Sequence[Any], params: P) -> list[Any]:
         return []
 
-    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any], params: Comparing) -> list[Any]:
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any], params: P) -> list[Any]:
         return []
 
 
-check_p = Check("check")
+check_p: Operation[Comparing] = OfValues("check")
+"""An operation that raises an error if one of several truth values is true on this rank."""
 
 
 # --- eager calls -----------------------------------------------------------------------------------------------------

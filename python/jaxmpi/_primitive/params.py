@@ -35,6 +35,8 @@ class Common:
     """TANGENT, COTANGENT or VALUE; None in the function itself."""
     batch: tuple[int, ...] = field(default=(), kw_only=True)
     """The sizes of the batches that `jax.vmap` has made of a started operation; empty for all other operations."""
+    leaf: Leaf | None = field(default=None, kw_only=True)
+    """The place of an array of a pytree whose arrays are received one by one: see `pytrees`."""
     _key: tuple[Any, ...] = field(init=False, compare=False)
     _hash: int = field(init=False, compare=False)
 
@@ -57,6 +59,11 @@ class Common:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join([repr(self.comm), *self.facts()])})"
+
+    @property
+    def on_root(self) -> bool:
+        """Whether this rank is the root, if the operation has one."""
+        return self.comm.rank == getattr(self, "root", None)
 
     def values(self) -> tuple[Any, ...]:
         return self._key
@@ -102,10 +109,6 @@ class Rooted(Common):
     """Whether results may alias the first operands, where the operation can work in place. `jit` sets it where it
     knows what is needed afterwards."""
 
-    @property
-    def on_root(self) -> bool:
-        return self.comm.rank == self.root
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reducing(Common):
@@ -125,10 +128,6 @@ class ReducingTo(Reducing):
 
     root: int
 
-    @property
-    def on_root(self) -> bool:
-        return self.comm.rank == self.root
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Divided(Common):
@@ -137,12 +136,8 @@ class Divided(Common):
     rows: int
     """The number of rows of the result."""
     root: int | None = field(default=None, kw_only=True)
-    op: Reduction | None = field(default=None, kw_only=True)
-    leaf: Leaf | None = field(default=None, kw_only=True)
-
-    @property
-    def on_root(self) -> bool:
-        return self.comm.rank == self.root
+    op: Any = field(default=None, kw_only=True)
+    """The `Reduction`, if there is one."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -151,7 +146,6 @@ class Sending(Common):
 
     dest: int
     tag: int
-    leaf: Leaf | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -161,7 +155,6 @@ class Receiving(Common):
     source: int
     tag: int
     status: Status | None = field(default=None, kw_only=True)
-    leaf: Leaf | None = field(default=None, kw_only=True)
 
     def linear(self) -> "Receiving":
         return dataclasses.replace(self, derivative=TANGENT, status=None)
@@ -176,7 +169,6 @@ class Exchanging(Common):
     sendtag: int
     recvtag: int
     status: Status | None = field(default=None, kw_only=True)
-    leaf: Leaf | None = field(default=None, kw_only=True)
 
     def linear(self) -> "Exchanging":
         return dataclasses.replace(self, derivative=TANGENT, status=None)
