@@ -125,9 +125,7 @@ def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dic
     return {}, None
 
 
-_answers: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, bool]]]"
-
-_answers = weakref.WeakKeyDictionary()
+_answers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def _refuse_if_none(possible: list[int]) -> list[int]:

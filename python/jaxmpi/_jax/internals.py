@@ -107,16 +107,10 @@ def keep(primitive: Primitive) -> None:
 
 
 def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
-    """Replace a function `own(...)` of JAX by `instead(own, ...)`.
+    """Replace a function `own(...)` of JAX, in a class or module, by `instead(own, ...)`.
 
-    Args:
-      owner: a class or module of JAX.
-      name: the name of the function in it.
-      parameters: the names of the parameters, in order, as in the versions tested; several lists are joined by " or ".
-        Empty: not checked.
-
-    Raises:
-      ImportError: there is no function of this name, or the parameters differ.
+    `parameters`: the names of the parameters, in order, as in the versions tested; several lists are joined by " or ".
+    Empty: not checked. Raise ImportError if there is no function of this name, or the parameters differ.
     """
     own = getattr(owner, name, None)
     own = getattr(own, "jaxmpi_own", own)  # if the package is imported again

@@ -145,10 +145,8 @@ def _heal(token: Any, failed: bool) -> None:
     if that one's operands are committed to another device. So the next computation takes the same array, not committed,
     which JAX copies to another device without a wait.
 
-    Args:
-      token: a runtime token of this thread.
-      failed: an operation has failed since the computation was called, perhaps in another computation. Then this
-        function waits for this computation, because JAX marks the results of a failed one one after the other.
+    `failed`: an operation has failed since the computation was called, perhaps in another computation. Then this
+    function waits for this computation, because JAX marks the results of a failed one one after the other.
     """
     array = token._buf
     if (failed or array.is_ready()) and _failed(token.block_until_ready):
@@ -258,12 +256,9 @@ def with_runtime_token(
 ) -> Callable[..., Any]:
     """Return a function of the arguments alone that passes the runtime token of an effect from call to call.
 
-    Args:
-      effect: an ordered effect; calls are in order with all computations that have it.
-      compute: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token. The returned array may be
-        None if all communication is over when the call returns, but not if `array` comes in a tuple. It is an empty
-        tuple if nothing is communicated.
-      otherwise: the function called instead inside a trace and with `jax.disable_jit`; None if neither can be.
+    `compute`: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token. The returned array may be
+    None if all communication is over when the call returns, but not if `array` comes in a tuple. It is an empty tuple
+    if nothing is communicated. `otherwise`: called instead inside a trace and with `jax.disable_jit`.
     """
     return _core.make_call(compute, otherwise, Hooks(effect, renew=lambda: _new_token(effect)))
 

@@ -25,7 +25,6 @@ from jaxmpi._operations.reductions import (
 )
 from jaxmpi._primitive import arguments, pytrees
 from jaxmpi._primitive import counts as by_counts
-from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Divided, Rooted, kept
 
@@ -56,8 +55,8 @@ class ByCounts(Operation[Divided]):
     def apply_to_tree(self, params: Divided, leaves: Arrays, structure: Any, *counts: Any) -> Any:
         """Apply the operation to all leaves, with the same counts. At run time there may be too little room."""
         known = isinstance(counts[0], np.ndarray)
-        places = [None] * len(leaves) if known else pytrees.places(leaves, leaves)
-        each = [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
+        places = [pytrees.ALONE] * len(leaves) if known else pytrees.places(leaves, leaves)
+        each = [dataclasses.replace(params, leaf=leaf) for leaf in places]
         results = self.apply_to_leaves(each, [(leaf, *counts) for leaf in leaves])
         return jax.tree.unflatten(structure, results)
 
@@ -257,16 +256,10 @@ def alltoallv(
 def migrate_rows(
     comm: communicators.Communicator, leaves: Arrays, structure: Any, counts: jax.Array, room: int, signature: int
 ) -> tuple[Any, jax.Array]:
-    """Send a number of rows of each leaf to each rank, for `migrate`. The ranks exchange these numbers.
+    """Send a number of rows of each leaf to each rank, for `migrate`. The ranks exchange these numbers, the `counts`.
 
-    Args:
-      leaves: arrays with the same number of rows, of the pytree with this structure.
-      counts: how many rows each rank gets, as `counts.possible` returns them.
-      room: how many rows the results have.
-      signature: an int32 that the ranks compare. Nothing travels between two ranks with different ones; both raise.
-
-    Returns:
-      The pytree of the rows that were received, and how many of them come from each rank.
+    `room`: how many rows the results have. `signature`: an int32 that the ranks compare. Nothing travels between two
+    ranks with different ones; both raise. Return the pytree of the rows, and how many come from each rank.
     """
     sent = jnp.stack([counts, jnp.full_like(counts, signature)], axis=1)
     (theirs,) = migrate_counts_p.apply(common(comm), sent)
@@ -281,8 +274,7 @@ class Gatherv(ByCounts):
     def results(self, avals: Arrays, params: Divided) -> list[Any]:
         return super().results(avals, params) if params.on_root else [avals[0]]
 
-    def passes(self, params: Divided) -> Passed:
-        return Passed(results=params.on_root)
+    root_receives = True
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         part = super().transpose_one(cotangent, template, counts, back)
@@ -317,8 +309,7 @@ def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MP
 class Scatterv(ByCounts):
     """Other ranks than root have templates, which are not read. The adjoint is `gatherv`."""
 
-    def passes(self, params: Divided) -> Passed:
-        return Passed(operands=params.on_root)
+    root_sends = True
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         gathered = super().transpose_one(cotangent, template, counts, back)

@@ -11,7 +11,6 @@ from jaxmpi._mpi import communicators
 from jaxmpi._mpi.strings import Text
 from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_dependent_on
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation, check_p
 from jaxmpi._primitive.params import COTANGENT, Common, Comparing, Reducing, ReducingTo, Rooted, kept
 
@@ -121,12 +120,7 @@ class Bcast(Collective[Rooted]):
     """
 
     works_in_place = True
-
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(operands=params.on_root)
-
-    def may_alias(self, params: Rooted) -> bool:
-        return params.on_root
+    root_sends = True
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Rooted) -> list[Any]:
         totals = self.adjoint.apply_to_all(ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), cotangents)
@@ -168,8 +162,7 @@ class Gather(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return stacked(aval, params)
 
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(results=params.on_root)
+    root_receives = True
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return 0, int(params.on_root)
@@ -209,8 +202,7 @@ class Scatter(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return aval if params.on_root else stacked(aval, params)
 
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(operands=params.on_root)
+    root_sends = True
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return int(params.on_root), 0

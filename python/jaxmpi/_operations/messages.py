@@ -54,7 +54,7 @@ class Send(Operation[Sending]):
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Sending) -> list[Any]:
         template, *traced = operands
         known, traced = back_of_send(params, traced)
-        back = Receiving(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        back = Receiving(params.comm, **known, leaf=params.leaf.reverse(), derivative=COTANGENT)
         return recv_p.apply(back, *traced, zero_cotangent(template))
 
 
@@ -88,8 +88,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> No
 
 def _of_each(params: Any, received: Arrays, sent: Arrays) -> list[Any]:
     """Return the parameters of each message of a pytree."""
-    places = pytrees.places(received, sent)
-    return [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
+    return [dataclasses.replace(params, leaf=leaf) for leaf in pytrees.places(received, sent)]
 
 
 class Recv(Operation[Receiving]):
@@ -106,7 +105,7 @@ class Recv(Operation[Receiving]):
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
         *traced, template = operands
         known, traced = back_of_recv(params, traced)
-        back = Sending(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        back = Sending(params.comm, **known, leaf=params.leaf.reverse(), derivative=COTANGENT)
         send_p.apply(back, cotangents[0], *traced)
         return [dependent_zeros(cotangents, template)]
 
@@ -203,7 +202,7 @@ class Sendrecv(Operation[Exchanging]):
                 "recvtag": MPI.ANY_TAG if any_tag else there["sendtag"],
             }
         )
-        back = Exchanging(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        back = Exchanging(params.comm, **known, leaf=params.leaf.reverse(), derivative=COTANGENT)
         return self.apply(back, cotangents[0], *traced, jnp.zeros(template.shape, template.dtype))
 
 

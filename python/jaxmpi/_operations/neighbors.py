@@ -1,10 +1,7 @@
 """Neighbour collectives: what a process exchanges with its neighbours in a communicator's topology.
 
-The neighbours and their order are defined by the standard. In a Cartesian communicator they are the processes before
-and behind this one along each axis in turn; in a graph they are in the order in which the program passed them. A block
-that is sent backwards along an axis arrives in the place of the neighbour behind, also where both neighbours are the
-same process. Where one process has several edges to another, both match these edges in the order in which they list
-them.
+`neighbor_allgather` says which neighbours these are. Where one process has several edges to another, both match these
+edges in the order in which they list them.
 """
 
 from collections.abc import Sequence

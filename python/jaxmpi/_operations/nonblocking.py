@@ -15,7 +15,6 @@ from jaxmpi._operations.reductions import allreduce_p, why_reduction_not_differe
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
 from jaxmpi._primitive import arguments, envelope, keys
-from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.params import (
     COTANGENT,
     TANGENT,
@@ -144,8 +143,7 @@ def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
 class Ibcast(Start[Rooted]):
     """The adjoint is `ireduce` of a sum."""
 
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(operands=params.on_root)
+    root_sends = True
 
     def back(self, params: Rooted, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
         return ireduce_p, ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), []

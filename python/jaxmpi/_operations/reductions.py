@@ -15,7 +15,6 @@ from jaxmpi._operations.collectives import allgather_p, bcast_p, check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Collective, differing_cotangents, sums, typed
 from jaxmpi._operations.messages import sendrecv_p
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.params import (
     COTANGENT,
     TANGENT,
@@ -112,12 +111,7 @@ class Reduce(Reduction[ReducingTo]):
     """Root reduces all operands; on any other rank the result is the operand. The adjoint of a sum is `bcast`."""
 
     works_in_place = True
-
-    def passes(self, params: ReducingTo) -> Passed:
-        return Passed(results=params.on_root)
-
-    def may_alias(self, params: ReducingTo) -> bool:
-        return params.on_root
+    root_receives = True
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: ReducingTo) -> Any:
         summing = ReducingTo(params.comm, SUM, params.root, derivative=TANGENT)

@@ -90,7 +90,7 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
       `x`, as arrays of the same shapes and dtypes.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong type, or a communicator has been freed; while tracing.
+      As `replicate`.
       jax.errors.JaxRuntimeError: at run time, with `JAXMPI_CHECK=1`, on each rank whose values differ from the values
       of rank 0 by more than rounding; it names the line. Other ranks continue until they wait for a rank that raised.
     """

@@ -15,7 +15,7 @@ from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._primitive import effect, keys, lowering, rules
 from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.jit import eager
-from jaxmpi._primitive.lowering import ALL, P, Passed
+from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.params import TANGENT, Common, Comparing
 
 KNOWN: "list[Operation[Any]]" = []
@@ -33,7 +33,7 @@ class Operation(primitives.Primitive, Generic[P]):
     identity = False
     """Whether it is the identity; only the transpose communicates. The core has no operation for it."""
     works_in_place = False
-    """Whether a result may alias the operand of the same number, where `params.in_place` is set and `may_alias`."""
+    """Whether a result may alias the operand of the same number, where `params.in_place` is set."""
     variadic = False
     """Whether it takes any number of arrays."""
     starts = False
@@ -53,16 +53,14 @@ class Operation(primitives.Primitive, Generic[P]):
         """Return how many operands are templates, after the operands that the core has."""
         return 0
 
-    def passes(self, params: P) -> Passed:
-        return ALL
-
-    def may_alias(self, params: P) -> bool:
-        """Return whether the result takes the place of the operand, on this rank, where `params.in_place` is set."""
-        return self.works_in_place
+    root_sends = False
+    """Whether only root passes operands that MPI reads to the core. On other ranks they are templates, too."""
+    root_receives = False
+    """Whether only root passes results to the core. On other ranks each of them is the operand of the same number."""
 
     def aliases(self, operands: int, params: P) -> bool:
         """Return whether results take the place of their operands."""
-        return operands == 1 and self.may_alias(params) and params.in_place  # type: ignore[attr-defined]
+        return operands == 1 and self.works_in_place and params.in_place  # type: ignore[attr-defined]
 
     def static_attributes(self, avals: Sequence[Any], params: P) -> dict[str, Any]:
         """Return the attributes that follow from the types of the operands."""

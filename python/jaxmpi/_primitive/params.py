@@ -14,7 +14,7 @@ from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.plans import Plan
 from jaxmpi._mpi.strings import Text
 from jaxmpi._primitive.arguments import Reduction, Status
-from jaxmpi._primitive.pytrees import Leaf
+from jaxmpi._primitive.pytrees import ALONE, Leaf
 
 TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
 """What an operation in a derivative communicates. VALUE: a tangent or cotangent whose operation is differentiated
@@ -35,7 +35,7 @@ class Common:
     """TANGENT, COTANGENT or VALUE; None in the function itself."""
     batch: tuple[int, ...] = field(default=(), kw_only=True)
     """The sizes of the batches that `jax.vmap` has made of a started operation; empty for all other operations."""
-    leaf: Leaf | None = field(default=None, kw_only=True)
+    leaf: Leaf = field(default=ALONE, kw_only=True)
     """The place of an array of a pytree whose arrays are received one by one: see `pytrees`."""
     _key: tuple[Any, ...] = field(init=False, compare=False)
     _hash: int = field(init=False, compare=False)

@@ -33,14 +33,17 @@ class Leaf(NamedTuple):
         return Leaf(self.value, other.get(self.cotangent, self.cotangent), other.get(self.tangent, self.tangent))
 
 
-def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf | None]:
+ALONE = Leaf(_ALONE, _ALONE, _ALONE)
+
+
+def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf]:
     """Return the place of each operation, by what it receives and what it sends; either may be empty.
 
     If only one side of an exchange has derivatives, these are a single message, which is alone.
     """
     count = max(len(received), len(sent))
     if count < 2:
-        return [None] * count
+        return [ALONE] * count
     sides = [[internals.inexact(x) for x in side] for side in (received, sent)]
     if all(sides):
         sides = [[all(pair) for pair in zip(*sides, strict=True)]] * 2
@@ -56,14 +59,3 @@ def _among(chosen: Sequence[bool]) -> list[int]:
             result[i] = _MIDDLE
         result[which[0]], result[which[-1]] = _FIRST, _LAST
     return result
-
-
-def reverse(leaf: Leaf | None) -> Leaf | None:
-    return None if leaf is None else leaf.reverse()
-
-
-def attribute(leaf: Leaf | None, in_derivative: bool) -> int:
-    """Return the place, as the core reads it."""
-    if leaf is None:
-        return _ALONE
-    return leaf.tangent if in_derivative else leaf.value
