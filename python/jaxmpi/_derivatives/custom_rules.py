@@ -41,8 +41,11 @@ def differentiate_custom_jvp(
     If all operands have tangents already, the rule is not traced to see whether it communicates: JAX calls it anyway.
     """
 
+    def with_tangents(*xs: Any) -> Any:
+        return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
+
     def asks(avals: Any) -> Any:
-        return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
+        return communicates_when_called(function, avals) or communicates_when_called(rule, avals, with_tangents)
 
     inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
@@ -135,15 +138,6 @@ def _refuse_if_none(possible: list[int]) -> list[int]:
             "so its rule is not called in a derivative. Give it one."
         )
     return possible
-
-
-def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
-    """Return whether the rule of a `jax.custom_jvp` function communicates."""
-
-    def with_tangents(*xs: Any) -> Any:
-        return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
-
-    return communicates_when_called(rule, avals, with_tangents)
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:

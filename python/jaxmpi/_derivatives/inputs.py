@@ -85,7 +85,6 @@ def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
 
 
 def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Return whether one of the values has a tangent."""
     return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
 
 

@@ -101,7 +101,6 @@ def _in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def with_output(jaxpr: Any, which: int) -> Any:
-    """Return a jaxpr that also returns one argument."""
     return jaxprs.change_open(jaxpr, lambda jaxpr: returning(jaxpr, [*jaxpr.outvars, jaxpr.invars[which]]))
 
 
@@ -116,7 +115,6 @@ def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
 
 
 def returning(jaxpr: Any, results: Sequence[Any]) -> Any:
-    """Return a jaxpr that returns these variables."""
     return jaxpr.replace(outvars=[*results], debug_info=jaxpr.debug_info._replace(result_paths=("",) * len(results)))
 
 

@@ -102,7 +102,6 @@ def permit_effect(kind: type) -> None:
 
 
 def keep(primitive: Primitive) -> None:
-    """Make dead code elimination keep a primitive that has no effect."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
@@ -207,7 +206,6 @@ def optimization_barrier(x: Any) -> Any:
 
 
 def zero_tangent(x: Any) -> Any:
-    """Return a symbolic zero as the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
 
 
@@ -223,7 +221,6 @@ def inexact(x: Any) -> bool:
 
 
 def inexact_among(xs: Iterable[Any]) -> list[int]:
-    """Return the indices of the values that can be differentiated."""
     return [i for i, x in enumerate(xs) if inexact(x)]
 
 
@@ -233,7 +230,6 @@ def without_constant_folding() -> Any:
 
 
 def without_leak_checks() -> Any:
-    """Return a context in which `jax.checking_leaks` is off."""
     return config.check_tracer_leaks(False)
 
 

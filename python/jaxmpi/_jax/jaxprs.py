@@ -37,7 +37,6 @@ def called_name(params: dict[str, Any]) -> str:
 
 
 def called(params: dict[str, Any]) -> Any:
-    """Return the jaxpr of a nested call with these parameters."""
     return params[called_name(params)]
 
 
@@ -76,7 +75,6 @@ def without_objects(closed: Any) -> Any:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return the atoms of a jaxpr that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 

@@ -18,7 +18,6 @@ _rooted = kept(Rooted)
 
 
 def stacked(aval: Any, params: Common) -> Any:
-    """Return the type of the arrays of all ranks."""
     return typed((params.comm.size, *aval.shape), aval.dtype)
 
 

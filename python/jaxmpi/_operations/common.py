@@ -66,7 +66,6 @@ class Collective(Operation[P]):
     variadic = True
 
     def result(self, aval: Any, params: P) -> Any:
-        """Return the type of the result from the type of an operand."""
         return aval
 
     def results(self, avals: Arrays, params: P) -> list[Any]:
@@ -95,7 +94,6 @@ class Collective(Operation[P]):
         return results
 
     def _groups(self, params: P, arrays: Arrays) -> list[list[int]]:
-        """Return the groups of arrays that travel together, by their positions."""
         groups: list[list[int]] = []
         unfilled: dict[Any, tuple[list[int], int]] = {}  # of each dtype the last group of small arrays, and the bytes
         for i, x in enumerate(arrays):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched, dependent_zeros, depends_on
-from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
+from jaxmpi._operations.by_plan import ByPlan, of_words, plan
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
 from jaxmpi._primitive import keys
@@ -36,7 +36,6 @@ class ExchangeStart(Starting[Planned], ByPlan):
         return self.bind(*operands, call=self.of_batch(axis, params)), [0]
 
     def start(self, arrays: Arrays, which: Sequence[int], params: Planned, batch: tuple[int, ...]) -> Any:
-        """Start the exchange for some of the arrays, and return the request."""
         return self.apply(dataclasses.replace(params, batch=batch), *(arrays[i] for i in which))[0]
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
@@ -67,13 +66,11 @@ class ExchangeFinish(ByPlan):
         return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}
 
     def finish(self, arrays: Arrays, which: Sequence[int], request: Any, params: Planned) -> list[Any]:
-        """Finish the exchange for some of the arrays."""
         if not which:
             return [None] * len(arrays)
-        fields = [arrays[i] for i in which]
         if request is not NOTHING:  # whatever maps the request maps the fields, as where it was started
-            fields = [depends_on(x, [request]) for x in fields]
-        return spread(self.bind(*fields, request, call=params), which, len(arrays))
+            arrays = [depends_on(x, [request]) if i in which else x for i, x in enumerate(arrays)]
+        return self.of_chosen(arrays, which, params, request)
 
     def jvp(self, primals: Arrays, tangents: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
         params = params.in_derivative()

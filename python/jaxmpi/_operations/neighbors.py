@@ -16,28 +16,20 @@ from jaxmpi._mpi import communicators, plans
 from jaxmpi._mpi.plans import Box, Move, Plan
 from jaxmpi._operations.by_plan import ByPlan
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.params import Planned
+from jaxmpi._primitive.params import Pattern, Planned
 
 Edges = tuple[tuple[int, int], ...]
 """The rank of each neighbour, which may be PROC_NULL, and a number by which both ends sort the edges between them."""
 
 
 @dataclass(frozen=True)
-class Neighbors:
+class Neighbors(Pattern):
     """The pattern of a neighbour collective on one rank."""
 
     sources: Edges
     destinations: Edges
     own_blocks: bool
     """Whether each destination gets a block of its own; otherwise all get the same block."""
-    aliases = False
-    why_not_differentiable = ""
-
-    def linear(self, per_array: Any) -> Any:
-        return per_array
-
-    def behind(self, place: Any, axes: int) -> Any:
-        return place
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         given, received = int(self.own_blocks), 1

@@ -61,7 +61,6 @@ class Reduction(Collective[R]):
         raise NotImplementedError
 
     def reduce_tree(self, params: R, x: Any) -> Any:
-        """Check all leaves of `x`, then reduce them."""
         return self.apply_to_tree(params, x, arguments.reducible, params.op)
 
 

@@ -82,7 +82,6 @@ class Start(Starting[P]):
         return [leaf, *traced]
 
     def begin(self, params: P, batch: tuple[int, ...], leaf: Any, traced: Arrays = ()) -> Any:
-        """Return the request."""
         return self.apply(dataclasses.replace(params, batch=batch), *self.order(leaf, traced))[0]
 
     def started(self, params: P, x: Any) -> "Started":

@@ -117,7 +117,6 @@ def status(value: Any, operation: str) -> Status | None:
 
 @functools.cache
 def _row(dtype: Any) -> Datatype | str:
-    """Return the row of a dtype, or the dtype's name if it has no row."""
     if dtype == jax.dtypes.float0:  # the derivative of integers
         return "float0"
     name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
@@ -197,7 +196,6 @@ def template(x: Any, operation: str, argument: str) -> jax.Array:
 
 
 def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
-    """Return one leaf of an input with one entry per rank."""
     x = array(x, operation, argument)
     if x.ndim == 0 or x.shape[0] != size:
         raise ValueError(
@@ -350,7 +348,6 @@ def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array
 
 
 def stacked_reducible(x: Any, size: int, op: Reduction, operation: str, argument: str) -> jax.Array:
-    """Return one leaf of an input to a reduction with one entry per rank."""
     return stacked(reducible(x, op, operation, argument), size, operation, argument)
 
 

@@ -20,7 +20,6 @@ def is_key(x: Any) -> bool:
 
 
 def among(xs: Iterable[Any]) -> bool:
-    """Return whether one of the arrays is of typed keys."""
     return any(map(is_key, xs))
 
 
@@ -43,7 +42,6 @@ def axes(x: Any) -> int:
 
 
 def words_of(impl: str) -> tuple[int, ...]:
-    """Return the shape of the words of one key of an implementation."""
     return tuple(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
 
 

@@ -102,7 +102,6 @@ class Operation(primitives.Primitive, Generic[P]):
         raise NotImplementedError
 
     def of_batch(self, axis: Any, params: P) -> P:
-        """Return the parameters for a batch."""
         return params
 
     batch, jvp, transpose_all = rules.batch, rules.jvp, rules.transpose_all
@@ -228,7 +227,6 @@ def _report_line(primitive: Operation[Any], params: Any, operands: Sequence[Any]
 
 
 def _each_of(params: Any, operands: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
-    """Return the parameters and operands of each operation of an eager program."""
     if type(params) is not tuple:
         return [(params, operands)]
     width = len(operands) // len(params)
@@ -264,5 +262,4 @@ def _finds_programs_of(comm: Communicator) -> Callable[..., Any]:
 
 
 def eager_programs() -> int:
-    """Return how many programs of eager calls are kept."""
     return sum(comm.programs.cache_info().currsize for comm in communicators.known() if comm.programs is not None)

@@ -102,8 +102,6 @@ def kept(kind: Callable[A, T]) -> Callable[A, T]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rooted(Common):
-    """A collective with a root."""
-
     root: int
     in_place: bool = field(default=False, kw_only=True)
     """Whether results may alias the first operands, where the operation can work in place. `jit` sets it where it
@@ -112,8 +110,6 @@ class Rooted(Common):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reducing(Common):
-    """A reduction."""
-
     op: Reduction
     in_place: bool = field(default=True, kw_only=True)
     """As in `Rooted`."""
@@ -131,7 +127,7 @@ class ReducingTo(Reducing):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Divided(Common):
-    """A collective of an array that is divided among the ranks along attribute first axis."""
+    """A collective of an array that is divided among the ranks along the first axis."""
 
     rows: int
     """The number of rows of the result."""
@@ -150,8 +146,6 @@ class Sending(Common):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Receiving(Common):
-    """A message that is received."""
-
     source: int
     tag: int
     status: Status | None = field(default=None, kw_only=True)
@@ -183,10 +177,12 @@ class Pattern(Protocol):
     @property
     def aliases(self) -> bool:
         """Whether results take the place of the operands."""
+        return False
 
     @property
     def why_not_differentiable(self) -> str:
         """A text: why no derivative can be taken. It is empty if one can be taken."""
+        return ""
 
     def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Any, ...], adjoint: bool) -> Plan:
         """Return the plan of a rank. `per_array` has what the pattern needs to know about each array."""
@@ -199,15 +195,15 @@ class Pattern(Protocol):
 
     def linear(self, per_array: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `per_array` for the linear part of the operation."""
+        return per_array
 
     def behind(self, place: Any, axes: int) -> Any:
         """Return `place` for an array that has `axes` more axes, behind the others."""
+        return place
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Planned(Common):
-    """An operation by a plan (`_mpi.plans`)."""
-
     pattern: Pattern
     per_array: tuple[Any, ...]
     adjoint: bool
@@ -217,8 +213,6 @@ class Planned(Common):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Waiting(Common):
-    """A wait."""
-
     started: tuple[Any, ...]
     """The operations that the requests stand for: `_operations.requests.Started`."""
     needed: bool = field(default=False, kw_only=True)
