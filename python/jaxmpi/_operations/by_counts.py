@@ -221,9 +221,8 @@ def alltoallv(
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      The rows from rank 0, then the rows from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
-      counts at run time a pair `(rows, recvcounts)`: the rows have shape `(rows, ...)` and end with zeros, and
-      `recvcounts` has shape `(size,)` and dtype int32.
+      The rows from rank 0, then the rows from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With counts at run
+      time a pair `(rows, recvcounts)`, as that of `allgatherv`.
 
     Raises:
       As `allgatherv`. Only with `JAXMPI_CHECK=1`, `recvcounts` is compared with the counts that the other ranks send.
@@ -335,9 +334,8 @@ def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: M
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      This rank's rows, of shape `(counts[rank], ...)`. With counts at run time
-      a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are root's, of
-      shape `(size,)` and dtype int32.
+      This rank's rows, of shape `(counts[rank], ...)`. With counts at run time a pair `(rows, counts)`, as that of
+      `allgatherv`; `counts` are root's.
 
     Raises:
       As `allgatherv`; at run time on all ranks, if root's counts are negative or more than root's `n`.

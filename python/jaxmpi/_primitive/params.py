@@ -37,6 +37,8 @@ class Common:
     """The sizes of the batches that `jax.vmap` has made of a started operation; empty for all other operations."""
     leaf: Leaf = field(default=ALONE, kw_only=True)
     """The place of an array of a pytree whose arrays are received one by one: see `pytrees`."""
+    status: Status | None = field(default=None, kw_only=True)
+    """Where the operation writes the status of the message that it receives."""
     _key: tuple[Any, ...] = field(init=False, compare=False)
     _hash: int = field(init=False, compare=False)
 
@@ -84,7 +86,7 @@ class Common:
 
     def linear(self: Self) -> Self:
         """Return parameters for the operation on tangents."""
-        return dataclasses.replace(self, derivative=TANGENT)
+        return dataclasses.replace(self, derivative=TANGENT, status=None)
 
 
 @functools.cache
@@ -148,10 +150,6 @@ class Sending(Common):
 class Receiving(Common):
     source: int
     tag: int
-    status: Status | None = field(default=None, kw_only=True)
-
-    def linear(self) -> "Receiving":
-        return dataclasses.replace(self, derivative=TANGENT, status=None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,10 +160,6 @@ class Exchanging(Common):
     dest: int
     sendtag: int
     recvtag: int
-    status: Status | None = field(default=None, kw_only=True)
-
-    def linear(self) -> "Exchanging":
-        return dataclasses.replace(self, derivative=TANGENT, status=None)
 
 
 class Pattern(Protocol):
