@@ -5,8 +5,7 @@ operations in them counted. Nothing is compiled or sent. If an operation is miss
 refused. If JAX lacks a function, or the function has other parameters, the import already fails: see `hooks.HOOKS`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -350,24 +349,17 @@ def broken() -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def _whatever_is_around() -> Iterator[None]:
-    """Make a context in which tracing does not depend on the place of the first derivative."""
-    with (
-        internals.no_trace(),
-        internals.without_constant_folding(),
-        jax.disable_jit(False),
-        internals.without_leak_checks(),
-        jax.transfer_guard("allow"),
-    ):
-        yield
-
-
 def check() -> None:
     """Raise NotImplementedError if this JAX breaks an assumption. The first call tests them all."""
     if not _state.tested:
         _state.tested = True
-        with _whatever_is_around():
+        with (  # tracing does not depend on the place of the first derivative
+            internals.no_trace(),
+            internals.without_constant_folding(),
+            jax.disable_jit(False),
+            internals.without_leak_checks(),
+            jax.transfer_guard("allow"),
+        ):
             _state.broken = broken()
     if _state.broken is not None:
         raise Unsupported(

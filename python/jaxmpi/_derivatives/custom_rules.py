@@ -167,20 +167,13 @@ def pullback_communicates(avals: Sequence[Any], params: JaxParams) -> bool:
     """
     try:
         may = communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
-    except _LOOKS_AT_VALUES:
+    except jax.errors.JAXTypeError:  # it looks at values
         return True
     except Exception:  # raised again where the rule is called
         return False
     if may:
         effect.check()
     return may
-
-
-_LOOKS_AT_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def rules_communicate(around: Any, jaxpr: Any) -> bool:

@@ -55,8 +55,7 @@ class ByCounts(Operation[Divided]):
     def apply_to_tree(self, params: Divided, leaves: Arrays, structure: Any, *counts: Any) -> Any:
         """Apply the operation to all leaves, with the same counts. At run time there may be too little room."""
         known = isinstance(counts[0], np.ndarray)
-        places = [pytrees.ALONE] * len(leaves) if known else pytrees.places(leaves, leaves)
-        each = [dataclasses.replace(params, leaf=leaf) for leaf in places]
+        each = [params] * len(leaves) if known else pytrees.of_each(params, leaves, leaves)
         results = self.apply_to_leaves(each, [(leaf, *counts) for leaf in leaves])
         return jax.tree.unflatten(structure, results)
 

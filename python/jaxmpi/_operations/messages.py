@@ -3,7 +3,6 @@
 Ranks and tags that are known at run time are one more operand, which the message of the cotangent needs as well.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -83,12 +82,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> No
         send_p.apply(params, arguments.array(x, "send", "x"))
         return
     leaves, _ = checked("send", x, arguments.array)
-    send_p.apply_to_leaves(_of_each(params, [], leaves), [(leaf, *traced) for leaf in leaves])
-
-
-def _of_each(params: Any, received: Arrays, sent: Arrays) -> list[Any]:
-    """Return the parameters of each message of a pytree."""
-    return [dataclasses.replace(params, leaf=leaf) for leaf in pytrees.places(received, sent)]
+    send_p.apply_to_leaves(pytrees.of_each(params, [], leaves), [(leaf, *traced) for leaf in leaves])
 
 
 class Recv(Operation[Receiving]):
@@ -152,7 +146,7 @@ def recv(
         result = recv_p.apply(params, arguments.template(x, "recv", "x"))[0]
     else:
         leaves, structure = checked("recv", x, arguments.template)
-        received = recv_p.apply_to_leaves(_of_each(params, leaves, []), [(*traced, leaf) for leaf in leaves])
+        received = recv_p.apply_to_leaves(pytrees.of_each(params, leaves, []), [(*traced, leaf) for leaf in leaves])
         result = jax.tree.unflatten(structure, received)
     return _with_status(result, written, status)
 
@@ -248,7 +242,7 @@ def sendrecv(
         result = sendrecv_p.apply(params, sent[0], templates[0])[0]
     else:
         operands = [(x, *traced, y) for x, y in zip(sent, templates, strict=True)]
-        results = sendrecv_p.apply_to_leaves(_of_each(params, templates, sent), operands)
+        results = sendrecv_p.apply_to_leaves(pytrees.of_each(params, templates, sent), operands)
         result = results[0] if alone else jax.tree.unflatten(structure, results)
     return _with_status(result, written, status)
 

@@ -374,11 +374,11 @@ def one_message(source: Any, x: Any, operation: str) -> Any:
     """Return the source. Raise ValueError for several messages from any source, because they could come from different
     ranks. For a source that is known at run time, return a number instead that the core rejects as a rank."""
     leaves = len(jax.tree.leaves(only_arrays(x)))
+    if leaves <= 1:
+        return source
     if not isinstance(source, int):
-        return (
-            source if leaves <= 1 else jnp.where(source == MPI.ANY_SOURCE, jnp.int32(envelope.ANY_OF_SEVERAL), source)
-        )
-    if source == MPI.ANY_SOURCE and leaves > 1:
+        return jnp.where(source == MPI.ANY_SOURCE, jnp.int32(envelope.ANY_OF_SEVERAL), source)
+    if source == MPI.ANY_SOURCE:
         raise ValueError(
             f"{operation}: a pytree of {leaves} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "
             "come from different ranks. Name the source, or receive one array at a time."

@@ -216,8 +216,7 @@ def jit(function: Any = None, /, **options: Any) -> Any:
 
     Args:
       function: the function to compile; left out in a decorator with options.
-      **options: options of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`,
-        `keep_unused`, `inline`, `compiler_options`, ...
+      **options: options of `jax.jit`.
 
     Returns:
       The compiled function, with the methods `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`. Type

@@ -171,11 +171,6 @@ def is_ours(primitive: Any) -> bool:
     return isinstance(primitive, Operation)
 
 
-def in_derivative(equation: Any) -> bool:
-    """Return whether an equation is an operation that a derivative communicates."""
-    return is_ours(equation.primitive) and equation.params["call"].derivative is not None
-
-
 class OfValues(Operation[P]):
     """An operation without results. The operands get no cotangents. But the operation has an effect, so it is
     transposed with the computation around it."""

@@ -5,6 +5,7 @@ or a later receive would get it, without a word. So each operation carries a pos
 The core drops what does not fit, and keeps the error until the last leaf (csrc/core/failure.h).
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +50,11 @@ def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf]:
         sides = [[all(pair) for pair in zip(*sides, strict=True)]] * 2
     by_kind = [_among(side or [False] * count) for side in ([True] * count, *sides)]
     return [Leaf(*place) for place in zip(*by_kind, strict=True)]
+
+
+def of_each(params: Any, received: Sequence[Any], sent: Sequence[Any]) -> list[Any]:
+    """Return the parameters of the operation on each leaf."""
+    return [dataclasses.replace(params, leaf=leaf) for leaf in places(received, sent)]
 
 
 def _among(chosen: Sequence[bool]) -> list[int]:
