@@ -10,13 +10,7 @@ import numpy as np
 from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
-from jaxmpi._derivatives.inputs import (
-    has_tangent,
-    inputs_of,
-    inside_higher_order,
-    make_operands_depend,
-    without_dummy,
-)
+from jaxmpi._derivatives.inputs import has_tangent, inputs_of, inside_higher_order, make_operands_depend, without_dummy
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (

@@ -17,12 +17,7 @@ from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p, migrate_counts_p
 from jaxmpi._operations.common import SUM, Arrays, common, typed
-from jaxmpi._operations.reductions import (
-    reduce_scatter_p,
-    reducing,
-    weight_of,
-    why_reduction_not_differentiable,
-)
+from jaxmpi._operations.reductions import reduce_scatter_p, reducing, weight_of, why_reduction_not_differentiable
 from jaxmpi._primitive import arguments, pytrees
 from jaxmpi._primitive import counts as by_counts
 from jaxmpi._primitive.operation import Operation
@@ -139,12 +134,7 @@ reduce_scatterv_p = ReduceScatterv("reduce_scatterv", adjoint=allgatherv_p)
 
 
 def reduce_scatter(
-    x: Any,
-    op: MPI.Op,
-    counts: Any = None,
-    *,
-    rows: int | None = None,
-    comm: MPI.Comm | None = None,
+    x: Any, op: MPI.Op, counts: Any = None, *, rows: int | None = None, comm: MPI.Comm | None = None
 ) -> Any:
     """Reduce the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
 
@@ -200,12 +190,7 @@ migrate_p = Alltoallv("migrate")
 
 
 def alltoallv(
-    x: Any,
-    sendcounts: Any,
-    recvcounts: Any = None,
-    *,
-    rows: int | None = None,
-    comm: MPI.Comm | None = None,
+    x: Any, sendcounts: Any, recvcounts: Any = None, *, rows: int | None = None, comm: MPI.Comm | None = None
 ) -> Any:
     """Send a number of rows to each rank, and put the rows received one behind the other (MPI_Alltoallv).
 

@@ -15,17 +15,7 @@ from jaxmpi._operations.reductions import allreduce_p, why_reduction_not_differe
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
 from jaxmpi._primitive import arguments, envelope, keys
-from jaxmpi._primitive.params import (
-    COTANGENT,
-    TANGENT,
-    VALUE,
-    Common,
-    Receiving,
-    Reducing,
-    ReducingTo,
-    Rooted,
-    Sending,
-)
+from jaxmpi._primitive.params import COTANGENT, TANGENT, VALUE, Common, Receiving, Reducing, ReducingTo, Rooted, Sending
 
 
 def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, traced: Arrays = ()) -> Request:
@@ -202,13 +192,7 @@ class Irecv(Start[Receiving], Recv):
 irecv_p = Irecv("irecv")
 
 
-def irecv(
-    x: Any,
-    source: int = MPI.ANY_SOURCE,
-    *,
-    tag: int = MPI.ANY_TAG,
-    comm: MPI.Comm | None = None,
-) -> Any:
+def irecv(x: Any, source: int = MPI.ANY_SOURCE, *, tag: int = MPI.ANY_TAG, comm: MPI.Comm | None = None) -> Any:
     """Start to receive a message (MPI_Irecv).
 
     Receives match messages in the order in which they are started; blocking `recv` calls are part of this order. Needs

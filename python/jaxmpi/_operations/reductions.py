@@ -15,17 +15,7 @@ from jaxmpi._operations.collectives import allgather_p, bcast_p, check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Collective, differing_cotangents, sums, typed
 from jaxmpi._operations.messages import sendrecv_p
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.params import (
-    COTANGENT,
-    TANGENT,
-    Common,
-    Divided,
-    Exchanging,
-    Reducing,
-    ReducingTo,
-    Rooted,
-    kept,
-)
+from jaxmpi._primitive.params import COTANGENT, TANGENT, Common, Divided, Exchanging, Reducing, ReducingTo, Rooted, kept
 
 reducing, _reducing_to = kept(Reducing), kept(ReducingTo)
 
