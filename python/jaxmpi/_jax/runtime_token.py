@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, checkify, config, core, dispatch, xla_bridge
+from jax._src import api_util, config, core, dispatch, xla_bridge
 from jax._src.array import ArrayImpl
-from jax._src.lax.control_flow.loops import while_p
 
 import jaxmpi._core as _core
-from jaxmpi._jax.internals import Effect, Unsupported, replace
+from jaxmpi._jax.internals import Effect, replace
 
 # The last runtime token of each thread. JAX's own record is per thread, so no thread sees the tokens of others there.
 _tokens_of_threads: dict[int, Any] = {}
@@ -81,23 +80,6 @@ def guard_calls_of_jax(effect: Effect) -> None:
         return own(tokens, eff, *args)
 
     replace(type(dispatch.runtime_tokens), "get_token_input", "", get_token_input)
-
-
-def refuse_communicating_conditions(effect: Effect) -> None:
-    """Make `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
-    rules = checkify.error_checks
-    own = getattr(rules[while_p], "jaxmpi_own", rules[while_p])
-
-    def check(error: Any, enabled: Any, *args: Any, cond_jaxpr: Any, **params: Any) -> Any:
-        if effect in cond_jaxpr.effects:
-            raise Unsupported(
-                "jaxmpi: checkify evaluates the condition of a while_loop twice in each iteration, and this one "
-                "communicates. Compute it in the body, and carry the result to the condition."
-            )
-        return own(error, enabled, *args, cond_jaxpr=cond_jaxpr, **params)
-
-    check.jaxmpi_own = own  # type: ignore[attr-defined]
-    rules[while_p] = check
 
 
 def repeats_backward_pass() -> bool:
