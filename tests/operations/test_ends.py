@@ -57,6 +57,21 @@ def test_derivatives_are_those_of_static_ones(comm, rank, size):
         np.testing.assert_allclose(ours, theirs)
 
 
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+def test_one_half_has_a_derivative(rank, size):
+    """A rank sends numbers and gets integers, and the other way round."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    other = jnp.zeros(2, int) if left % 2 else jnp.zeros(2)
+
+    @jax.jit
+    def f(x, left, right):
+        y = jaxmpi.sendrecv(x.astype(int) if rank % 2 else x, other, left, right, sendtag=left * 0 + 4, recvtag=4)
+        return jnp.sum(y * (rank + 1.0))
+
+    gradient = jax.grad(f)(jnp.ones(2), left, right)
+    np.testing.assert_array_equal(gradient, [0.0] * 2 if rank % 2 else [right + 1.0] * 2)
+
+
 def test_dtypes(rank, size):
     kinds = ["int8", "uint8", "int32", "uint32", "int64", "uint64"]
     ends = [np.asarray([(rank - 1) % size, (rank + 1) % size], dtype) for dtype in kinds]

@@ -16,7 +16,7 @@ from jaxmpi._operations.common import Arrays, checked
 from jaxmpi._primitive import arguments, envelope, pytrees
 from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.operation import Operation
-from jaxmpi._primitive.params import COTANGENT, Exchanging, Receiving, Sending, kept
+from jaxmpi._primitive.params import COTANGENT, TANGENT, Exchanging, Receiving, Sending, kept
 
 _sending, _receiving, _exchanging = kept(Sending), kept(Receiving), kept(Exchanging)
 
@@ -158,19 +158,31 @@ class Sendrecv(Operation[Exchanging]):
     messages between two ranks keep their order.
     """
 
+    some_differentiable = True
+
     def templates(self, params: Exchanging) -> int:
         return 1
 
     def why_not_differentiable(self, params: Exchanging) -> str:
         return _refuse_source(params, "sendtag", "recvtag")
 
-    def jvp(self, primals: Arrays, tangents: Arrays, params: Exchanging) -> tuple[list[Any], list[Any]]:
-        if internals.inexact(primals[0]) != internals.inexact(primals[-1]):
-            raise Unsupported(
-                "sendrecv cannot be differentiated where only one of the two messages has a dtype with derivatives: "
-                "use irecv and send."
-            )
-        return super().jvp(primals, tangents, params)
+    def tangent_of_some(self, primals: Arrays, tangents: Arrays, params: Exchanging) -> Any:
+        """Send, or receive, the tangent of the only message that has one."""
+        ends = envelope.join(params, primals[1:-1], "dest", "recvtag", "sendtag", "source")
+        if sends := internals.inexact(primals[0]):
+            known, operands = envelope.split({"dest": ends["dest"], "tag": ends["sendtag"]})
+            sending = Sending(params.comm, **known, derivative=TANGENT)
+            why_not = send_p.why_not_differentiable(sending)
+        else:
+            known, operands = envelope.split({"source": ends["source"], "tag": ends["recvtag"]})
+            receiving = Receiving(params.comm, **known, derivative=TANGENT)
+            why_not = recv_p.why_not_differentiable(receiving)
+        if why_not:
+            raise Unsupported(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
+        if not sends:
+            return recv_p.apply(receiving, *operands, tangents[-1])[0]
+        send_p.apply(sending, tangents[0], *operands)
+        return None
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Exchanging) -> list[Any]:
         template, *traced, _ = operands

@@ -215,11 +215,14 @@ def integer(value: Any, operation: str, argument: str) -> int:
             "Mark it static (jax.jit(..., static_argnums=...)), or take it from the enclosing scope."
         )
     try:
-        return operator.index(value)
+        if not _is_no_array(value):
+            return operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{operation}: {argument} must be a Python or NumPy integer, got {value!r} of type {type(value).__name__}."
-        ) from None
+        pass
+    raise TypeError(
+        f"{operation}: {argument} must be a Python or NumPy integer, got {_name_of(value)} of type "
+        f"{type(value).__name__}."
+    )
 
 
 def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:

@@ -90,6 +90,13 @@ class Operation(primitives.Primitive, Generic[P]):
         operands = [x if t is None else t for x, t in zip(primals, tangents, strict=True)]
         return self.bind(*operands, call=params.linear())
 
+    some_differentiable = False
+    """Whether it has a `tangent_of_some`, for operands and templates of which only some have a differentiable dtype."""
+
+    def tangent_of_some(self, primals: Sequence[Any], tangents: Sequence[Any], params: P) -> Any:
+        """Return the tangent of the first result; None if it is zero."""
+        raise NotImplementedError
+
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any], params: P) -> list[Any]:
         """Return the cotangents of the operands in which it is linear; `operands` has only their shape and dtype."""
         raise NotImplementedError

@@ -82,14 +82,17 @@ def batch(op: Any, axis: Any, operands: Sequence[Any], axes: Sequence[Any], para
 def jvp(op: Any, primals: Sequence[Any], tangents: Sequence[Any], params: Any) -> tuple[list[Any], list[Any]]:
     """Return the results and their tangents."""
     roles = lowering.roles_of(op, len(primals), params)
+    inexact = [internals.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
+    some = op.some_differentiable and any(inexact) and not all(inexact)
     role = "mpi" if "mpi" in roles else "template"  # of the operands with tangents
-    linear = [i for i in internals.inexact_among(primals) if roles[i] == role]
+    linear = [] if some else [i for i in internals.inexact_among(primals) if roles[i] == role]
     if linear and (why_not := op.why_not_differentiable(params)):
         raise Unsupported(f"{op.shown} cannot be differentiated: {why_not}")
     params = params.in_derivative()
     results = op.bind(*primals, call=params)
     if not linear:
-        return results, [internals.zero_tangent(y) for y in results]
+        first = op.tangent_of_some(primals, tangents, params) if some else None
+        return results, [zero_unless(first if i == 0 else None, y) for i, y in enumerate(results)]
     known = [t for t in tangents if type(t) is not internals.ad.Zero]
     of_operands: list[Any] = [None] * len(primals)
     for i in linear:  # a template without tangent gets zeros, too
@@ -97,8 +100,7 @@ def jvp(op: Any, primals: Sequence[Any], tangents: Sequence[Any], params: Any) -
         of_operands[i] = dependent_zeros(known, tangents[i].aval) if zero else tangents[i]
     of_results = op.tangent(primals, of_operands, results, params)
     return results, [
-        t if t is not None and internals.inexact(y) else internals.zero_tangent(y)
-        for t, y in zip(of_results, results, strict=True)
+        zero_unless(t if internals.inexact(y) else None, y) for t, y in zip(of_results, results, strict=True)
     ]
 
 
@@ -115,3 +117,7 @@ def transpose_all(op: Any, cotangents: Sequence[Any], operands: Sequence[Any], p
         return [ct if is_linear else None for ct, is_linear in zip(of_linear, linear, strict=True)]
     remaining = iter(of_linear)
     return [next(remaining, None) if is_linear else None for is_linear in linear]
+
+
+def zero_unless(tangent: Any, result: Any) -> Any:
+    return internals.zero_tangent(result) if tangent is None else tangent
