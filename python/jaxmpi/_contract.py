@@ -5,9 +5,7 @@ operations in them counted. Nothing is compiled or sent. If an operation is miss
 refused. If JAX lacks a function, or the function has other parameters, the import already fails: see `hooks.HOOKS`.
 """
 
-import contextlib
-import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +37,15 @@ class Assumption:
 
 def operations(jaxpr: Any, inside: str = "") -> Operations:
     """Return the operations of a jaxpr and of the jaxprs inside."""
-    return list(_operations(jaxpr, inside))
-
-
-def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
+    result: Operations = []
     for equation in jaxprs.open_jaxpr(jaxpr).eqns:
         if is_ours(equation.primitive):
-            yield inside, equation.primitive.core_name, equation.params["call"].derivative or ""
+            result.append((inside, equation.primitive.core_name, equation.params["call"].derivative or ""))
             continue
         within = inside if equation.primitive in effect.CALLS else equation.primitive.name
         for inner in jaxprs.inner_jaxprs(equation.params):
-            yield from _operations(inner, within)
+            result += operations(inner, within)
+    return result
 
 
 # --- the computations ------------------------------------------------------------------------------------------------
@@ -65,6 +61,10 @@ def _send(x: Any) -> None:
 
 def _recv() -> Any:
     return messages.recv(0.0, 0, tag=0, comm=MPI.COMM_SELF)
+
+
+def _received_in_steps(x: Any) -> Any:
+    return _repeat(lambda c: c + _recv(), x)
 
 
 def _forward(f: Callable[[Any], Any]) -> Any:
@@ -197,33 +197,31 @@ def _hidden() -> Any:
     return _one_operation_if(bool(equation.effects))
 
 
+def _expecting(expected: Operations, computations: dict[str, Callable[[], Any]]) -> list[Assumption]:
+    return [Assumption(what, computation, expected) for what, computation in computations.items()]
+
+
 _VALUE_THEN_TANGENT = [("", "bcast", ""), ("", "bcast", "tangent")]
 _SOLVE = 2 * [("custom_linear_solve", "bcast", ""), ("custom_linear_solve", "reduce", "cotangent")]
 ASSUMPTIONS = (
-    Assumption(
-        "a trace that differentiates receives each primitive, also where no operand has a tangent",
-        lambda: _reverse(lambda x: x * _bcast()),
+    *_expecting(
         [("", "bcast", ""), ("", "reduce", "cotangent")],
+        {
+            "a trace that differentiates receives each primitive, also where no operand has a tangent": lambda: (
+                _reverse(lambda x: x * _bcast())
+            ),
+            "traced nested calls of constants are differentiated in reverse mode": lambda: _reverse(
+                lambda x: x * _called(_bcast)
+            ),
+        },
     ),
-    Assumption(
-        "a trace in forward mode receives each primitive, too",
-        lambda: _forward(lambda x: x * _bcast()),
+    *_expecting(
         _VALUE_THEN_TANGENT,
-    ),
-    Assumption(
-        "nested calls of constants are differentiated",
-        lambda: _forward(lambda x: x * jax.jit(lambda: _bcast())()),
-        _VALUE_THEN_TANGENT,
-    ),
-    Assumption(
-        "traced nested calls of constants are differentiated",
-        lambda: _forward(lambda x: x * _called(_bcast)),
-        _VALUE_THEN_TANGENT,
-    ),
-    Assumption(
-        "traced nested calls of constants are differentiated in reverse mode",
-        lambda: _reverse(lambda x: x * _called(_bcast)),
-        [("", "bcast", ""), ("", "reduce", "cotangent")],
+        {
+            "a trace in forward mode receives each primitive, too": lambda: _forward(lambda x: x * _bcast()),
+            "nested calls of constants are differentiated": lambda: _forward(lambda x: x * jax.jit(lambda: _bcast())()),
+            "traced nested calls of constants are differentiated": lambda: _forward(lambda x: x * _called(_bcast)),
+        },
     ),
     Assumption(
         "branches of constants are differentiated",
@@ -240,20 +238,23 @@ ASSUMPTIONS = (
         lambda: _forward(lambda x: x * _repeat(_bcast, 1.0)),
         [("scan", "bcast", ""), ("scan", "bcast", "tangent")],
     ),
-    Assumption(
-        "a receive in a scan is executed in each step, in the derivative too",
-        lambda: _reverse(lambda x: _repeat(lambda c: c + _recv(), x)),
+    *_expecting(
         [("scan", "recv", ""), ("scan", "send", "cotangent")],
+        {
+            "a receive in a scan is executed in each step, in the derivative too": lambda: _reverse(_received_in_steps),
+            "a receive in a scan in a checkpoint is executed in each step, in the derivative too": lambda: _reverse(
+                jax.checkpoint(_received_in_steps)
+            ),
+        },
     ),
-    Assumption(
-        "a receive in a scan in a checkpoint is executed in each step, in the derivative too",
-        lambda: _reverse(jax.checkpoint(lambda x: _repeat(lambda c: c + _recv(), x))),
-        [("scan", "recv", ""), ("scan", "send", "cotangent")],
-    ),
-    Assumption(
-        "a checkpoint without a differentiable result stays in a derivative",
-        lambda: _reverse(lambda x: x + jax.checkpoint(_value_ignored)(x)),
+    *_expecting(
         [("", "send", ""), ("", "recv", "cotangent")],
+        {
+            "a checkpoint without a differentiable result stays in a derivative": lambda: _reverse(
+                lambda x: x + jax.checkpoint(_value_ignored)(x)
+            ),
+            **({"one method calls the newer checkpoint": _newer_checkpoint} if hooks.HAS_NEWER_CHECKPOINT else {}),
+        },
     ),
     Assumption(
         "a checkpoint without operands and results stays where JAX leaves out unused equations",
@@ -286,57 +287,36 @@ ASSUMPTIONS = (
         [("scan", "bcast", ""), ("scan", "bcast", "")],
     ),
     Assumption(
-        "the backward rule of a custom_vjp function stays in a derivative where nothing uses the function",
-        lambda: _reverse(_custom_vjp_ignored),
-        [("", "bcast", "")],
-    ),
-    Assumption(
         "a linear solve of constants is differentiated, and so is the matrix in it",
         lambda: _forward(lambda x: x * _solve(1.0)),
         [*_SOLVE, *_VALUE_THEN_TANGENT, *_SOLVE],
     ),
-    Assumption(
-        "a transpose of a function transposes the communication in it",
-        lambda: _transposed(jax.jit(_recv)),
+    *_expecting(
         [("", "send", "cotangent")],
+        {
+            "a transpose of a function transposes the communication in it": lambda: _transposed(jax.jit(_recv)),
+            "a transpose of a function transposes the communication in a custom_jvp function of constants": lambda: (
+                _transposed(_received_by_custom_jvp)
+            ),
+            "a transpose of a function transposes the communication in a custom_vjp function of constants": lambda: (
+                _transposed(_received_by_custom_vjp)
+            ),
+        },
     ),
-    Assumption(
-        "a transpose of a function transposes the communication in a custom_jvp function of constants",
-        lambda: _transposed(_received_by_custom_jvp),
-        [("", "send", "cotangent")],
-    ),
-    Assumption(
-        "a transpose of a function transposes the communication in a custom_vjp function of constants",
-        lambda: _transposed(_received_by_custom_vjp),
-        [("", "send", "cotangent")],
-    ),
-    Assumption(
-        "one function starts a transposition, and what no cotangent reaches depends on the cotangents at the start",
-        _mapped,
+    *_expecting(
         [("", "bcast", "")],
-    ),
-    Assumption(
-        "one function transposes the matrix of a linear solve, and this is no derivative",
-        _solved_once,
-        [("", "bcast", "")],
-    ),
-    Assumption("jaxmpi notices if a primitive drops communication that nothing uses", _dropped, [("", "bcast", "")]),
-    Assumption("jaxmpi sees the communication in a primitive of another library", _hidden, [("", "bcast", "")]),
-    Assumption(
-        "the derivative of a root of constants is taken, and stays where nothing uses it",
-        lambda: _one_operation_if(operations(_reverse(_root_ignored))[-1:] == [("", "reduce", "cotangent")]),
-        [("", "bcast", "")],
-    ),
-    *(
-        [
-            Assumption(
-                "one method calls the newer kind of checkpoint",
-                _newer_checkpoint,
-                [("", "send", ""), ("", "recv", "cotangent")],
-            )
-        ]
-        if hooks.HAS_NEWER_CHECKPOINT
-        else []
+        {
+            "the backward rule of a custom_vjp function stays where nothing uses the function": lambda: _reverse(
+                _custom_vjp_ignored
+            ),
+            "one function starts a transposition, and what no cotangent reaches depends on all cotangents": _mapped,
+            "one function transposes the matrix of a linear solve, and this is no derivative": _solved_once,
+            "jaxmpi notices if a primitive drops communication that nothing uses": _dropped,
+            "jaxmpi sees the communication in a primitive of another library": _hidden,
+            "the derivative of a root of constants is taken, and stays where nothing uses it": lambda: (
+                _one_operation_if(operations(_reverse(_root_ignored))[-1:] == [("", "reduce", "cotangent")])
+            ),
+        },
     ),
 )
 
@@ -344,20 +324,12 @@ ASSUMPTIONS = (
 # --- before the first derivative -------------------------------------------------------------------------------------
 
 
-class Progress(enum.Enum):
-    """How far the assumptions have been tested."""
-
-    UNTESTED = enum.auto()
-    TESTING = enum.auto()
-    """The test itself takes derivatives, and these are allowed."""
-    TESTED = enum.auto()
-
-
 @dataclass
 class State:
     """The result of the test of the assumptions."""
 
-    progress: Progress = Progress.UNTESTED
+    tested: bool = False
+    """Whether the test has begun. The test itself takes derivatives, and these are allowed."""
     broken: str | None = None
     """The first assumption that does not hold."""
 
@@ -377,28 +349,18 @@ def broken() -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def _whatever_is_around() -> Iterator[None]:
-    """Make a context in which tracing does not depend on the place of the first derivative."""
-    with (
-        internals.no_trace(),
-        internals.without_constant_folding(),
-        jax.disable_jit(False),
-        internals.without_leak_checks(),
-        jax.transfer_guard("allow"),
-    ):
-        yield
-
-
 def check() -> None:
     """Raise NotImplementedError if this JAX breaks an assumption. The first call tests them all."""
-    if _state.progress is Progress.UNTESTED:
-        _state.progress = Progress.TESTING
-        try:
-            with _whatever_is_around():
-                _state.broken = broken()
-        finally:
-            _state.progress = Progress.TESTED
+    if not _state.tested:
+        _state.tested = True
+        with (  # tracing does not depend on the place of the first derivative
+            internals.no_trace(),
+            internals.without_constant_folding(),
+            jax.disable_jit(False),
+            internals.without_leak_checks(),
+            jax.transfer_guard("allow"),
+        ):
+            _state.broken = broken()
     if _state.broken is not None:
         raise Unsupported(
             f"jaxmpi: derivatives of communication are refused. JAX {jax.__version__} breaks an assumption on which "

@@ -59,7 +59,7 @@ def _start() -> None:
     survival.install()  # the error of a rank that has died
 
     from jaxmpi import _contract
-    from jaxmpi._operations import table  # noqa: F401 (all operations: compares them with those of the core)
+    from jaxmpi._operations import table  # noqa: F401 (all operations)
 
     _contract.install()  # the hooks of derivatives
     sharded_state.taken()

@@ -49,12 +49,12 @@ of_functions = row_by_row("hook", FUNCTIONS, name_of)
 
 def broken():
     """What the check finds, without a derivative."""
-    progress, _contract._state.progress = _contract._state.progress, _contract.Progress.TESTING
+    tested, _contract._state.tested = _contract._state.tested, True
     try:
         with internals.no_trace(), jax.disable_jit(False):
             return _contract.broken()
     finally:
-        _contract._state.progress = progress
+        _contract._state.tested = tested
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_checked_once_and_in_whatever(name, changed, myself):
         calls = counted(patch)
         for times in range(2):
             assert FIRST[name](lambda x: of_square(x, myself), jnp.array(3.0)) == 6, times
-            assert _contract._state == _contract.State(_contract.Progress.TESTED)
+            assert _contract._state == _contract.State(tested=True)
             assert len(calls) == 1
 
 
@@ -344,7 +344,7 @@ def test_function_without_communication_is_not_held_up(changed):
         calls = counted(patch)
         assert jax.jit(jax.grad(lambda x: x**3))(2.0) == 12
         assert not calls
-        assert _contract._state.progress is _contract.Progress.UNTESTED
+        assert not _contract._state.tested
 
 
 # --- JAX 0.6 ---------------------------------------------------------------------------------------------------------

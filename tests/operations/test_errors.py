@@ -13,7 +13,6 @@ import jaxmpi
 from jaxmpi import fft
 from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import OPERATIONS
-from jaxmpi._operations.table import check_names
 from jaxmpi._primitive.operation import eager_programs
 from support import simulated
 from support.rows import each, rows
@@ -141,7 +140,7 @@ OTHER_TYPES = [
         lambda: jaxmpi.allreduce([X, 3, MPI.DOUBLE], MPI.SUM),
         r"x\[2\] is .*Datatype .* is no array: in the place of mpi4py's \[x, count, datatype\] pass x alone",
     ),
-    (lambda: jaxmpi.send(2**70, 0), r"does not fit in JAX's default integer"),
+    (lambda: jaxmpi.send(2**70, 0), r"Python int .* too large to convert"),
     (lambda: jaxmpi.send(np.arange(3, dtype=">f4"), 0), r"x must hold JAX arrays.*JAX says"),
     (lambda: jaxmpi.recv(X, 0, status=3), r"recv: status must be an MPI.Status"),
     (lambda: jaxmpi.bcast(X, 0, token=None), r"unexpected keyword argument .token."),
@@ -383,7 +382,7 @@ NO_ARRAYS = {
     "BOTTOM": ((MPI.BOTTOM, X), "is MPI.BOTTOM, which is no array: pass the array itself"),
     "a datatype": (MPI.DOUBLE, "Datatype .* is no array: .* pass x alone"),
     "a token": (jaxmpi.tokens.Token(), r"is Token\(\), which has no array"),
-    "a derivative of integers": (np.zeros(2, jax.dtypes.float0), "has dtype float0: .* Leave it out"),
+    "a derivative of integers": (np.zeros(2, jax.dtypes.float0), "has dtype float0, which cannot be communicated"),
 }
 
 
@@ -507,13 +506,6 @@ def test_short_message(rank):
     elif rank == 1:
         with pytest.raises(Exception, match=r"16 bytes \(2 elements of float64\), the template 32 bytes.*status="):
             jax.block_until_ready(jaxmpi.recv(jnp.zeros(4), 0))
-
-
-def test_names_differ_fails_loudly():
-    """A core and a table of two versions are noticed at import."""
-    check_names({"bcast"}, {"bcast"})
-    with pytest.raises(ImportError, match=r"scan.*Reinstall"):
-        check_names({"bcast"}, {"bcast", "scan"})
 
 
 @pytest.mark.alone

@@ -15,14 +15,14 @@ from jaxmpi._mpi.communicators import resolve
 from jaxmpi._operations.table import OPERATIONS
 from jaxmpi._primitive import params
 from jaxmpi._primitive.arguments import reduction
-from jaxmpi._primitive.pytrees import Leaf
+from jaxmpi._primitive.pytrees import ALONE, Leaf
 
 pytestmark = pytest.mark.alone
 VALUES = {
     "op": (reduction(MPI.SUM, "test"), reduction(MPI.MAX, "test")),
     "derivative": (None, "tangent"),
     "batch": ((), (2,)),
-    "leaf": (None, Leaf(1, 2, 3)),
+    "leaf": (ALONE, Leaf(1, 2, 3)),
     "line": (None, "a line"),
     "text": ("a text", "another"),
     "status": (None, "a status"),

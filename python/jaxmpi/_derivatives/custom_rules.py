@@ -10,13 +10,7 @@ import numpy as np
 from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
-from jaxmpi._derivatives.inputs import (
-    has_tangent,
-    inputs_of,
-    inside_higher_order,
-    make_operands_depend,
-    without_dummy,
-)
+from jaxmpi._derivatives.inputs import has_tangent, inputs_of, inside_higher_order, make_operands_depend, without_dummy
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
@@ -41,8 +35,11 @@ def differentiate_custom_jvp(
     If all operands have tangents already, the rule is not traced to see whether it communicates: JAX calls it anyway.
     """
 
+    def with_tangents(*xs: Any) -> Any:
+        return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
+
     def asks(avals: Any) -> Any:
-        return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
+        return communicates_when_called(function, avals) or communicates_when_called(rule, avals, with_tangents)
 
     inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
@@ -125,9 +122,7 @@ def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dic
     return {}, None
 
 
-_answers: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, bool]]]"
-
-_answers = weakref.WeakKeyDictionary()
+_answers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def _refuse_if_none(possible: list[int]) -> list[int]:
@@ -137,15 +132,6 @@ def _refuse_if_none(possible: list[int]) -> list[int]:
             "so its rule is not called in a derivative. Give it one."
         )
     return possible
-
-
-def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
-    """Return whether the rule of a `jax.custom_jvp` function communicates."""
-
-    def with_tangents(*xs: Any) -> Any:
-        return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
-
-    return communicates_when_called(rule, avals, with_tangents)
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
@@ -175,20 +161,13 @@ def pullback_communicates(avals: Sequence[Any], params: JaxParams) -> bool:
     """
     try:
         may = communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
-    except _LOOKS_AT_VALUES:
+    except jax.errors.JAXTypeError:  # it looks at values
         return True
     except Exception:  # raised again where the rule is called
         return False
     if may:
         effect.check()
     return may
-
-
-_LOOKS_AT_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def rules_communicate(around: Any, jaxpr: Any) -> bool:

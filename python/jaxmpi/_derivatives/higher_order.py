@@ -44,7 +44,7 @@ from jaxmpi._primitive.effect import (
     may_be_request,
     unsupported,
 )
-from jaxmpi._primitive.operation import in_derivative, is_ours
+from jaxmpi._primitive.operation import is_ours
 
 
 def _operand_to_differentiate(
@@ -81,7 +81,9 @@ def _has_derivatives(params: JaxParams) -> bool:
             more = equation.params
             if equation.primitive is depends_on_p and more["always"]:
                 return True
-            if in_derivative(equation) or (communicates(more) and _has_derivatives(more)):
+            if is_ours(equation.primitive) and more["call"].derivative is not None:
+                return True
+            if communicates(more) and _has_derivatives(more):
                 return True
     return False
 

@@ -71,10 +71,8 @@ _CUSTOM_VJP = (
     "self prim fun fwd bwd tracers out_trees symbolic_zeros"
 )
 
-HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
-"""Functions of JAX, the names of their parameters, and our functions in their place."""
-
-HOOKS = (
+# Functions of JAX, the names of their parameters, and our functions in their place.
+HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...] = (
     (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_input),
     (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", record_input),
     (_JVP, "process_primitive", _PRIMITIVE, differentiate),

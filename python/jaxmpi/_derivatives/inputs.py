@@ -85,21 +85,17 @@ def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
 
 
 def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Return whether one of the values has a tangent."""
     return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
 
 
 def make_operands_depend(
     trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True
 ) -> list[Any]:
-    """Return the operands of a primitive, some of them with tangents that are linear in all differentiated inputs.
+    """Return the operands of a primitive. Those at the positions `which` get tangents that are linear in all
+    differentiated inputs.
 
-    Args:
-      trace: the trace that differentiates.
-      tracers: the operands.
-      which: the positions of the operands that get these tangents.
-      why: what communicates, for the error if there is no differentiated input.
-      always: any `vmap` outside maps these tangents. On another rank they may depend on what it maps, even if not here.
+    `why`: what communicates, for the error if there is no input. `always`: any `vmap` outside maps these tangents. On
+    another rank they may depend on what it maps, even if not here.
     """
     tracers = list(tracers)
     inputs = inputs_of(trace)

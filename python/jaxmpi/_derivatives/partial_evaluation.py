@@ -2,7 +2,6 @@
 and none counts as known because its operands are known."""
 
 import contextvars
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax._src.interpreters import partial_eval
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import rule_communicates
-from jaxmpi._derivatives.rewrites import with_results_of, without_results
+from jaxmpi._derivatives.rewrites import returning, with_results_of
 from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._jax.primitives import Literal
@@ -62,7 +61,7 @@ def eliminate_dead_code(own: Callable[..., Any], jaxpr: Any, used: Any, *args: A
         wider, more = with_results_of(jaxpr, which)
         used = [used] * len(jaxpr.outvars) if isinstance(used, bool) else [*used]
         kept, inputs = own(wider, used + [True] * more, *args, **kwargs)
-        kept = without_results(kept, more)
+        kept = returning(kept, kept.outvars[: len(kept.outvars) - more])
     return kept, inputs
 
 
@@ -70,16 +69,11 @@ def _count(jaxpr: Any) -> int:
     return sum(EFFECT in equation.effects for equation in jaxpr.eqns)
 
 
-class _Purpose(enum.Enum):
-    """The purpose of a partial evaluation, where it is not a derivative."""
+_HOISTING, _TRANSPOSITION = "hoisting", "transposition"
+"""The purpose of a partial evaluation, where it is not a derivative: loop-invariant computations are taken out of a
+loop; a linear function is about to be transposed, and the arguments are the unknown values."""
 
-    HOISTING = enum.auto()
-    """Loop-invariant computations are taken out of a loop."""
-    TRANSPOSITION = enum.auto()
-    """A linear function is about to be transposed; the arguments are the unknown values."""
-
-
-_purpose: contextvars.ContextVar[_Purpose | None] = contextvars.ContextVar("purpose", default=None)
+_purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
 
 _PURPOSE = "jaxmpi_purpose"
 """Attribute of a trace with a purpose: the purpose, and for a transposition the unknown arguments. These refer to the
@@ -89,7 +83,7 @@ trace, so nothing else keeps them."""
 def trace_to_jaxpr(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
     """Guess the purpose for which JAX calls this function. `_contract` tests the guess."""
     transposing = instantiate is True and not any(value.is_known() for value in values)
-    with during(_purpose, _Purpose.TRANSPOSITION if transposing else _Purpose.HOISTING):
+    with during(_purpose, _TRANSPOSITION if transposing else _HOISTING):
         return own(function, values, instantiate)
 
 
@@ -108,7 +102,7 @@ def round_real_residuals(own: Callable[..., Any], jaxpr: Any, count: int) -> Any
 
 
 def partially_evaluate_checkpointed_scan(own: Callable[..., Any], *args: Any) -> Any:
-    with during(_purpose, _Purpose.HOISTING):
+    with during(_purpose, _HOISTING):
         return own(*args)
 
 
@@ -116,14 +110,14 @@ def start_partial_evaluation(own: Callable[..., None], trace: Any, *args: Any) -
     own(trace, *args)
     if (purpose := _purpose.get()) is not None:
         setattr(trace, _PURPOSE, (purpose, []))
-        if purpose == _Purpose.TRANSPOSITION:
+        if purpose == _TRANSPOSITION:
             _purpose.set(None)  # of this trace alone
 
 
 def new_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
     tracer = own(trace, value)
     purpose, inputs = getattr(trace, _PURPOSE, (None, []))
-    if purpose == _Purpose.TRANSPOSITION and not tracer.is_known() and internals.inexact(tracer):
+    if purpose == _TRANSPOSITION and not tracer.is_known() and internals.inexact(tracer):
         inputs.append(tracer)
     return tracer
 
@@ -138,7 +132,7 @@ def partially_evaluate(
         return own(trace, primitive, tracers, params)
     purpose, inputs = getattr(trace, _PURPOSE)
     tracers = [trace.to_jaxpr_tracer(x) for x in tracers]
-    if purpose == _Purpose.HOISTING:
+    if purpose == _HOISTING:
         return _stage(trace, primitive, tracers, params)
     if primitive in CALLS:
         with core.set_current_trace(trace):

@@ -44,19 +44,14 @@ _jaxprs_with_parameter: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyD
 
 def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> list[Any]:
     """Bind a scan with these parameters that carries one more number. Return that number and the scan's results."""
-    constants, carried = jaxprs.parts_of_scan(params)
-    consts, init, xs = (
-        operands[:constants],
-        operands[constants : constants + carried],
-        operands[constants + carried :],
-    )
+    consts, init, xs = jaxprs.divide_as_scan(params, operands)
 
     def step(carry: Any, x: Any) -> Any:
         # JAX orders constants by first use and turns a carried value that no step changes into a constant. `depends_on`
         # without inputs, applied to each of them, keeps order and number.
         changed, *constant = [depends_on(value, []) for value in (carry[0], *consts)]
         result = jaxprs.evaluate(params["jaxpr"], *constant, *carry[1:], *x)
-        return [changed, *result[:carried]], result[carried:]
+        return [changed, *result[: len(init)]], result[len(init) :]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(step, [more, *init], list(xs), **options)
@@ -106,12 +101,7 @@ def _in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 
 def with_output(jaxpr: Any, which: int) -> Any:
-    """Return a jaxpr that also returns one argument."""
-    return jaxprs.change_open(jaxpr, lambda jaxpr: with_results(jaxpr, [jaxpr.invars[which]]))
-
-
-def with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
-    return _returning(jaxpr, [*jaxpr.outvars, *more])
+    return jaxprs.change_open(jaxpr, lambda jaxpr: returning(jaxpr, [*jaxpr.outvars, jaxpr.invars[which]]))
 
 
 def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
@@ -121,15 +111,10 @@ def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
         names = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equations[i].outvars]
         equations[i] = equations[i].replace(outvars=names)
     more = [x for i in which for x in equations[i].outvars]
-    return with_results(jaxpr.replace(eqns=equations), more), len(more)
+    return returning(jaxpr.replace(eqns=equations), [*jaxpr.outvars, *more]), len(more)
 
 
-def without_results(jaxpr: Any, count: int) -> Any:
-    """Return a jaxpr that returns all but the last results."""
-    return _returning(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - count])
-
-
-def _returning(jaxpr: Any, results: Sequence[Any]) -> Any:
+def returning(jaxpr: Any, results: Sequence[Any]) -> Any:
     return jaxpr.replace(outvars=[*results], debug_info=jaxpr.debug_info._replace(result_paths=("",) * len(results)))
 
 
@@ -180,16 +165,11 @@ def _rewrite_checkpoint(evaluate: Any, params: Any, operands: Any) -> Any:
 
 
 def _rewrite_scan(evaluate: Any, params: Any, operands: Any) -> Any:
-    constants, carried = jaxprs.parts_of_scan(params)
-    consts, init, rows = (
-        operands[:constants],
-        operands[constants : constants + carried],
-        operands[constants + carried :],
-    )
+    consts, init, rows = jaxprs.divide_as_scan(params, operands)
 
     def step(carry: Any, row: Any) -> Any:
         results = evaluate(params["jaxpr"], [*consts, *carry, *row])
-        return results[:carried], results[carried:]
+        return results[: len(init)], results[len(init) :]
 
     carry, ys = jax.lax.scan(step, init, rows, **{name: params[name] for name in ("length", "reverse", "unroll")})
     return [*carry, *ys]

@@ -7,7 +7,7 @@ import jax
 from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
-from jaxmpi._derivatives.rewrites import with_carry, with_output, with_results
+from jaxmpi._derivatives.rewrites import returning, with_carry, with_output
 from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._jax.dependence import cotangents, depends_on, depends_on_p, solving
 from jaxmpi._jax.primitives import Literal
@@ -84,7 +84,7 @@ def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
     result = core.Var(jax.typeof(ZERO))
     params = {"has_value": False, "always": False, "unless": 0, "shape": ZERO.shape, "dtype": jax.typeof(ZERO).dtype}
     depends = core.new_jaxpr_eqn(communicated, [result], depends_on_p, params, set())
-    return with_results(jaxpr.replace(eqns=[*equations, depends]), [result])
+    return returning(jaxpr.replace(eqns=[*equations, depends]), [*jaxpr.outvars, result])
 
 
 def _with_result(equation: Any, linear: set[Any]) -> list[Any]:

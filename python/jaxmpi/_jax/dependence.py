@@ -99,9 +99,8 @@ def _implementation(*operands: Any, has_value: Any, shape: Any, dtype: Any, **pa
     return operands[0] if has_value else jnp.zeros(shape, dtype)
 
 
-internals.define_primitive(
-    depends_on_p, lambda *_, shape, dtype, **params: internals.ShapedArray(shape, dtype), False, _implementation
-)
+depends_on_p.def_abstract_eval(lambda *_, shape, dtype, **params: internals.ShapedArray(shape, dtype))
+depends_on_p.def_impl(_implementation)
 internals.mlir.register_lowering(depends_on_p, internals.mlir.lower_fun(_implementation, multiple_results=False))
 internals.ad.primitive_jvps[depends_on_p] = _jvp
 internals.ad.primitive_transposes[depends_on_p] = _transpose

@@ -101,38 +101,15 @@ def permit_effect(kind: type) -> None:
         permission.add_type(kind)
 
 
-def define_primitive(
-    primitive: Primitive, abstract_eval: Callable[..., Any], effectful: bool, implementation: Callable[..., Any]
-) -> None:
-    """Give a primitive an abstract evaluation and an eager implementation."""
-    if effectful:
-        primitive.def_effectful_abstract_eval(abstract_eval)
-    else:
-        primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(implementation)
-
-
-def traceback() -> Any:
-    """Return the traceback of the operation that is being traced: the original one, if JAX evaluates it once more."""
-    return source_info_util.current().traceback
-
-
 def keep(primitive: Primitive) -> None:
-    """Make dead code elimination keep a primitive that has no effect."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
 def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
-    """Replace a function `own(...)` of JAX by `instead(own, ...)`.
+    """Replace a function `own(...)` of JAX, in a class or module, by `instead(own, ...)`.
 
-    Args:
-      owner: a class or module of JAX.
-      name: the name of the function in it.
-      parameters: the names of the parameters, in order, as in the versions tested; several lists are joined by " or ".
-        Empty: not checked.
-
-    Raises:
-      ImportError: there is no function of this name, or the parameters differ.
+    `parameters`: the names of the parameters, in order, as in the versions tested; several lists are joined by " or ".
+    Empty: not checked. Raise ImportError if there is no function of this name, or the parameters differ.
     """
     own = getattr(owner, name, None)
     own = getattr(own, "jaxmpi_own", own)  # if the package is imported again
@@ -205,9 +182,8 @@ def on_mesh(mesh: jax.sharding.Mesh) -> Any:
     return getattr(owner, name)(mesh)
 
 
-def current_source() -> Any:
-    return source_info_util.current()
-
+current_source = source_info_util.current
+"""Returns the source of the operation that is being traced: the original one, if JAX evaluates it once more."""
 
 jit_disabled = config.disable_jit
 """Whether `jax.disable_jit` holds: in the attribute `value`."""
@@ -230,7 +206,6 @@ def optimization_barrier(x: Any) -> Any:
 
 
 def zero_tangent(x: Any) -> Any:
-    """Return a symbolic zero as the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
 
 
@@ -246,7 +221,6 @@ def inexact(x: Any) -> bool:
 
 
 def inexact_among(xs: Iterable[Any]) -> list[int]:
-    """Return the indices of the values that can be differentiated."""
     return [i for i, x in enumerate(xs) if inexact(x)]
 
 
@@ -256,7 +230,6 @@ def without_constant_folding() -> Any:
 
 
 def without_leak_checks() -> Any:
-    """Return a context in which `jax.checking_leaks` is off."""
     return config.check_tracer_leaks(False)
 
 

@@ -37,7 +37,6 @@ def called_name(params: dict[str, Any]) -> str:
 
 
 def called(params: dict[str, Any]) -> Any:
-    """Return the jaxpr of a nested call with these parameters."""
     return params[called_name(params)]
 
 
@@ -76,7 +75,6 @@ def without_objects(closed: Any) -> Any:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return the atoms of a jaxpr that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -123,6 +121,14 @@ def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     first, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
     return len(list(first)), len(list(carried))
+
+
+def divide_as_scan(
+    params: dict[str, Any], operands: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return a scan's constants, carried values and rows among the operands."""
+    constants, carried = parts_of_scan(params)
+    return operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
 
 
 def lower_calls_inline(effect: internals.Effect) -> None:

@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, checkify, config, core, dispatch, xla_bridge
+from jax._src import api_util, config, core, dispatch, xla_bridge
 from jax._src.array import ArrayImpl
-from jax._src.lax.control_flow.loops import while_p
 
 import jaxmpi._core as _core
-from jaxmpi._jax.internals import Effect, Unsupported, replace
+from jaxmpi._jax.internals import Effect, replace
 
 # The last runtime token of each thread. JAX's own record is per thread, so no thread sees the tokens of others there.
 _tokens_of_threads: dict[int, Any] = {}
@@ -83,23 +82,6 @@ def guard_calls_of_jax(effect: Effect) -> None:
     replace(type(dispatch.runtime_tokens), "get_token_input", "", get_token_input)
 
 
-def refuse_communicating_conditions(effect: Effect) -> None:
-    """Make `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
-    rules = checkify.error_checks
-    own = getattr(rules[while_p], "jaxmpi_own", rules[while_p])
-
-    def check(error: Any, enabled: Any, *args: Any, cond_jaxpr: Any, **params: Any) -> Any:
-        if effect in cond_jaxpr.effects:
-            raise Unsupported(
-                "jaxmpi: checkify evaluates the condition of a while_loop twice in each iteration, and this one "
-                "communicates. Compute it in the body, and carry the result to the condition."
-            )
-        return own(error, enabled, *args, cond_jaxpr=cond_jaxpr, **params)
-
-    check.jaxmpi_own = own  # type: ignore[attr-defined]
-    rules[while_p] = check
-
-
 def repeats_backward_pass() -> bool:
     """Return whether JAX is about to execute a backward pass again, because the compiled one has made a NaN."""
     error = getattr(api_util, "InternalFloatingPointError", None)
@@ -145,10 +127,8 @@ def _heal(token: Any, failed: bool) -> None:
     if that one's operands are committed to another device. So the next computation takes the same array, not committed,
     which JAX copies to another device without a wait.
 
-    Args:
-      token: a runtime token of this thread.
-      failed: an operation has failed since the computation was called, perhaps in another computation. Then this
-        function waits for this computation, because JAX marks the results of a failed one one after the other.
+    `failed`: an operation has failed since the computation was called, perhaps in another computation. Then this
+    function waits for this computation, because JAX marks the results of a failed one one after the other.
     """
     array = token._buf
     if (failed or array.is_ready()) and _failed(token.block_until_ready):
@@ -258,12 +238,9 @@ def with_runtime_token(
 ) -> Callable[..., Any]:
     """Return a function of the arguments alone that passes the runtime token of an effect from call to call.
 
-    Args:
-      effect: an ordered effect; calls are in order with all computations that have it.
-      compute: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token. The returned array may be
-        None if all communication is over when the call returns, but not if `array` comes in a tuple. It is an empty
-        tuple if nothing is communicated.
-      otherwise: the function called instead inside a trace and with `jax.disable_jit`; None if neither can be.
+    `compute`: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token. The returned array may be
+    None if all communication is over when the call returns, but not if `array` comes in a tuple. It is an empty tuple
+    if nothing is communicated. `otherwise`: called instead inside a trace and with `jax.disable_jit`.
     """
     return _core.make_call(compute, otherwise, Hooks(effect, renew=lambda: _new_token(effect)))
 

@@ -100,9 +100,6 @@ goes on without a process (`python -m jaxmpi.run --survive`). They are 0 in othe
 CONSTANTS: dict[str, Any] = {}
 """Constants that C and Python share. `bind` sets them, because tags depend on the MPI library."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
-WITHOUT_PRIMITIVE = {"connect", "complete", "done", "outside"}
-"""Operations that only JAX's own sharded programs use, through csrc/sharded/; the end of a program that `jit` compiled;
-and the operation that no program calls."""
 OWN_OPERATIONS: dict[str, dict[str, int]] = {}
 """The reductions of each dtype that are ours and not MPI's: their numbers. `bind` sets them."""
 

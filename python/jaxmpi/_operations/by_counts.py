@@ -17,16 +17,9 @@ from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p, migrate_counts_p
 from jaxmpi._operations.common import SUM, Arrays, common, typed
-from jaxmpi._operations.reductions import (
-    reduce_scatter_p,
-    reduced_everywhere,
-    reducing,
-    weight_of,
-    why_reduction_not_differentiable,
-)
+from jaxmpi._operations.reductions import reduce_scatter_p, reducing, weight_of, why_reduction_not_differentiable
 from jaxmpi._primitive import arguments, pytrees
 from jaxmpi._primitive import counts as by_counts
-from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Divided, Rooted, kept
 
@@ -57,8 +50,7 @@ class ByCounts(Operation[Divided]):
     def apply_to_tree(self, params: Divided, leaves: Arrays, structure: Any, *counts: Any) -> Any:
         """Apply the operation to all leaves, with the same counts. At run time there may be too little room."""
         known = isinstance(counts[0], np.ndarray)
-        places = [None] * len(leaves) if known else pytrees.places(leaves, leaves)
-        each = [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
+        each = [params] * len(leaves) if known else pytrees.of_each(params, leaves, leaves)
         results = self.apply_to_leaves(each, [(leaf, *counts) for leaf in leaves])
         return jax.tree.unflatten(structure, results)
 
@@ -128,55 +120,40 @@ class ReduceScatterv(ByCounts):
     """The adjoint of a sum is `allgatherv`."""
 
     def why_not_differentiable(self, params: Divided) -> str:
-        return why_reduction_not_differentiable(_op(params))
+        return why_reduction_not_differentiable(params.op)
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Divided) -> list[Any]:
-        op = _op(params)
-        if op.name == "SUM":
+        if params.op.name == "SUM":
             return super().tangent(primals, tangents, results, params)
         x, *counts = primals
-        weight = weight_of(x, op, params, lambda: reduced_everywhere(x, op, params))
-        return self.apply(dataclasses.replace(params, op=SUM, derivative=TANGENT), weight * tangents[0], *counts)
-
-
-def _op(params: Divided) -> arguments.Reduction:
-    assert params.op is not None
-    return params.op
+        summing = dataclasses.replace(params, op=SUM, derivative=TANGENT)
+        return self.apply(summing, weight_of(x, params) * tangents[0], *counts)
 
 
 reduce_scatterv_p = ReduceScatterv("reduce_scatterv", adjoint=allgatherv_p)
 
 
 def reduce_scatter(
-    x: Any,
-    op: MPI.Op,
-    counts: Any = None,
-    *,
-    rows: int | None = None,
-    comm: MPI.Comm | None = None,
+    x: Any, op: MPI.Op, counts: Any = None, *, rows: int | None = None, comm: MPI.Comm | None = None
 ) -> Any:
     """Reduce the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
 
     Args:
       x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks. With
         `counts` of shape `(n, ...)`, all of the same `n`.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
+      op, comm: as in `allreduce`.
       counts: None: rank i gets entry `i`. Otherwise how many rows of the reduction each rank gets, the rows of rank 0
         first (MPI_Reduce_scatter). Known while tracing: a sequence of integers, the same on all ranks, whose sum is
         `n`. Known at run time: the count of this rank, a scalar; the sum over all ranks is at most `n`.
       rows: of counts at run time, for how many rows the result has room; `n` if it is None.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      This rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count
-      at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
-      the counts of all ranks, of shape `(size,)` and dtype int32.
+      This rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count at run time a pair
+      `(rows, counts)`, as that of `allgatherv`.
 
     Raises:
-      ValueError: the length of the first axis is wrong. TypeError: `op` is not defined for the dtype, or an argument is
-      of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's count is negative, or the sum is more than `n`;
-      on each rank with more rows than there is room for.
+      As `allreduce`; ValueError: the length of the first axis is wrong. At run time as `allgatherv`, and on all ranks
+      if the sum of counts is more than `n`.
     """
     resolved = communicators.resolve(comm, "reduce_scatter")
     reduction = arguments.reduction(op, "reduce_scatter")
@@ -213,12 +190,7 @@ migrate_p = Alltoallv("migrate")
 
 
 def alltoallv(
-    x: Any,
-    sendcounts: Any,
-    recvcounts: Any = None,
-    *,
-    rows: int | None = None,
-    comm: MPI.Comm | None = None,
+    x: Any, sendcounts: Any, recvcounts: Any = None, *, rows: int | None = None, comm: MPI.Comm | None = None
 ) -> Any:
     """Send a number of rows to each rank, and put the rows received one behind the other (MPI_Alltoallv).
 
@@ -233,16 +205,11 @@ def alltoallv(
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      The rows from rank 0, then the rows from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
-      counts at run time a pair `(rows, recvcounts)`: the rows have shape `(rows, ...)` and end with zeros, and
-      `recvcounts` has shape `(size,)` and dtype int32.
+      The rows from rank 0, then the rows from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With counts at run
+      time a pair `(rows, recvcounts)`, as that of `allgatherv`.
 
     Raises:
-      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
-      anything is sent; other ranks then wait. Only with `JAXMPI_CHECK=1`, `recvcounts` is compared with the counts that
-      the other ranks send.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's counts are negative or more than the `n` of
-      that rank; on each rank with more rows than there is room for.
+      As `allgatherv`. Only with `JAXMPI_CHECK=1`, `recvcounts` is compared with the counts that the other ranks send.
     """
     resolved = communicators.resolve(comm, "alltoallv")
     leaves, names, structure = arguments.leaves(x, "alltoallv", "x")
@@ -272,16 +239,10 @@ def alltoallv(
 def migrate_rows(
     comm: communicators.Communicator, leaves: Arrays, structure: Any, counts: jax.Array, room: int, signature: int
 ) -> tuple[Any, jax.Array]:
-    """Send a number of rows of each leaf to each rank, for `migrate`. The ranks exchange these numbers.
+    """Send a number of rows of each leaf to each rank, for `migrate`. The ranks exchange these numbers, the `counts`.
 
-    Args:
-      leaves: arrays with the same number of rows, of the pytree with this structure.
-      counts: how many rows each rank gets, as `counts.possible` returns them.
-      room: how many rows the results have.
-      signature: an int32 that the ranks compare. Nothing travels between two ranks with different ones; both raise.
-
-    Returns:
-      The pytree of the rows that were received, and how many of them come from each rank.
+    `room`: how many rows the results have. `signature`: an int32 that the ranks compare. Nothing travels between two
+    ranks with different ones; both raise. Return the pytree of the rows, and how many come from each rank.
     """
     sent = jnp.stack([counts, jnp.full_like(counts, signature)], axis=1)
     (theirs,) = migrate_counts_p.apply(common(comm), sent)
@@ -296,8 +257,7 @@ class Gatherv(ByCounts):
     def results(self, avals: Arrays, params: Divided) -> list[Any]:
         return super().results(avals, params) if params.on_root else [avals[0]]
 
-    def passes(self, params: Divided) -> Passed:
-        return Passed(results=params.on_root)
+    root_receives = True
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         part = super().transpose_one(cotangent, template, counts, back)
@@ -313,26 +273,16 @@ def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MP
     They are joined along the first axis, whose length may differ from rank to rank; the other axes are the same.
 
     Args:
-      x: array of shape `(n, ...)`, or a pytree of arrays like this, all of the same `n`.
-      counts: how many rows of `x` count. Known while tracing: the counts of all ranks, a sequence of integers, the same
-        on all ranks; the count of this rank is the `n` of `x`. Known at run time: the count of this rank, a scalar, at
-        most `n`.
+      x, counts, comm: as in `allgatherv`.
       root: rank that receives, static.
-      rows: of counts at run time, for how many rows root's result has room; the number of ranks times `n` if it is
-        None. Other ranks do not use it.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      rows: as in `allgatherv`, for root's result. Other ranks do not use it.
 
     Returns:
-      On root the rows of rank 0, then the rows of rank 1 and so on, of shape `(sum(counts), ...)`; on
-      other ranks `x` itself. With a count at run time a pair `(rows, counts)`: root's rows have shape
-      `(rows, ...)` and end with zeros; `counts`, on all ranks, are the counts of all ranks, of shape `(size,)` and
-      dtype int32.
+      On root the rows that `allgatherv` returns; on other ranks `x` itself. With a count at run time a pair
+      `(rows, counts)`, as there; `counts`, on all ranks, are the counts of all ranks.
 
     Raises:
-      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
-      anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if a rank's count is negative or more than the `n` of that
-      rank; on root, if there are more rows than there is room for.
+      As `allgatherv`; only root raises if there are more rows than there is room for.
     """
     resolved = communicators.resolve(comm, "gatherv")
     root = arguments.rank(root, resolved, "gatherv", "root")
@@ -342,8 +292,7 @@ def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MP
 class Scatterv(ByCounts):
     """Other ranks than root have templates, which are not read. The adjoint is `gatherv`."""
 
-    def passes(self, params: Divided) -> Passed:
-        return Passed(operands=params.on_root)
+    root_sends = True
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         gathered = super().transpose_one(cotangent, template, counts, back)
@@ -369,15 +318,11 @@ def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: M
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
-      This rank's rows, of shape `(counts[rank], ...)`. With counts at run time
-      a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are root's, of
-      shape `(size,)` and dtype int32.
+      This rank's rows, of shape `(counts[rank], ...)`. With counts at run time a pair `(rows, counts)`, as that of
+      `allgatherv`; `counts` are root's.
 
     Raises:
-      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
-      anything is sent; other ranks then wait.
-      jax.errors.JaxRuntimeError: at run time: on all ranks, if root's counts are negative or more than root's `n`; on
-      each rank with more rows than there is room for.
+      As `allgatherv`; at run time on all ranks, if root's counts are negative or more than root's `n`.
     """
     resolved = communicators.resolve(comm, "scatterv")
     root = arguments.rank(root, resolved, "scatterv", "root")

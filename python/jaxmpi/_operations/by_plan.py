@@ -49,7 +49,6 @@ class ByPlan(Operation[Planned]):
         """Apply the operation to the arrays; more than once for very many."""
         if keys.among(arrays):
             types = lowering.types(self, arrays, params)
-            self.compare_keys(params, arrays)
             words = self.apply_to_all(*of_words(params, arrays))
             return [keys.like(y, of_array.dtype) for y, of_array in zip(words, types, strict=True)]
         results: list[Any] = []
@@ -81,19 +80,14 @@ class ByPlan(Operation[Planned]):
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
         which = [i for i, t in enumerate(tangents) if t is not None]
-        return self._linear_part(tangents, which, self.of_some(params, which, tangents, TANGENT, params.adjoint))
+        return self.of_chosen(tangents, which, self.of_some(params, which, tangents, TANGENT, params.adjoint))
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
         which = internals.inexact_among(operands)
         back = self.of_some(params, which, cotangents, COTANGENT, not params.adjoint)
-        return self._linear_part(cotangents, which, back)
+        return self.of_chosen(cotangents, which, back)
 
-    def _linear_part(self, arrays: Arrays, which: Sequence[int], params: Planned) -> list[Any]:
-        """Apply the operation to some of the arrays. Return None in the place of the others."""
-        return spread(self.bind(*(arrays[i] for i in which), call=params), which, len(arrays))
-
-
-def spread(values: Arrays, which: Sequence[int], count: int) -> list[Any]:
-    """Return values at these positions of a list, and None at the other positions."""
-    at = dict(zip(which, values, strict=True))
-    return [at.get(i) for i in range(count)]
+    def of_chosen(self, arrays: Arrays, which: Sequence[int], params: Planned, *more: Any) -> list[Any]:
+        """Apply the operation to some of the arrays, and to `more`. Return None in the place of the other arrays."""
+        at = dict(zip(which, self.bind(*(arrays[i] for i in which), *more, call=params), strict=True))
+        return [at.get(i) for i in range(len(arrays))]

@@ -11,7 +11,6 @@ from jaxmpi._mpi import communicators
 from jaxmpi._mpi.strings import Text
 from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_dependent_on
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Passed
 from jaxmpi._primitive.operation import Operation, check_p
 from jaxmpi._primitive.params import COTANGENT, Common, Comparing, Reducing, ReducingTo, Rooted, kept
 
@@ -19,7 +18,6 @@ _rooted = kept(Rooted)
 
 
 def stacked(aval: Any, params: Common) -> Any:
-    """Return the type of the arrays of all ranks."""
     return typed((params.comm.size, *aval.shape), aval.dtype)
 
 
@@ -86,8 +84,7 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
       Same shape; entry `i` of the result comes from rank i.
 
     Raises:
-      ValueError: the first axis is not the number of ranks. TypeError: an argument is of the wrong type. Both while
-      tracing, before anything is sent; other ranks then wait.
+      ValueError: the first axis is not the number of ranks. Otherwise as `allgather`.
     """
     resolved = communicators.resolve(comm, "alltoall")
     return alltoall_p.apply_to_tree(common(resolved), x, arguments.stacked, resolved.size)
@@ -122,12 +119,7 @@ class Bcast(Collective[Rooted]):
     """
 
     works_in_place = True
-
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(operands=params.on_root)
-
-    def may_alias(self, params: Rooted) -> bool:
-        return params.on_root
+    root_sends = True
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Rooted) -> list[Any]:
         totals = self.adjoint.apply_to_all(ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), cotangents)
@@ -169,8 +161,7 @@ class Gather(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return stacked(aval, params)
 
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(results=params.on_root)
+    root_receives = True
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return 0, int(params.on_root)
@@ -187,16 +178,14 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Stack the arrays of all ranks, on root (MPI_Gather).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
+      x, comm: as in `allgather`.
       root: rank that receives, static.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
       On root of shape `(size, *x.shape)`, entry `i` from rank i; on other ranks `x` itself.
 
     Raises:
-      ValueError: `root` is not a rank. TypeError: a static argument is traced, or an argument is of the wrong type.
-      Both while tracing, before anything is sent; other ranks then wait.
+      As `bcast`.
     """
     resolved = communicators.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
@@ -212,8 +201,7 @@ class Scatter(Collective[Rooted]):
     def largest(self, aval: Any, params: Rooted) -> Any:
         return aval if params.on_root else stacked(aval, params)
 
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(operands=params.on_root)
+    root_sends = True
 
     def batch_at(self, params: Rooted) -> tuple[int, int]:
         return int(params.on_root), 0
@@ -239,9 +227,7 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
       This rank's entry, of shape `(...)`.
 
     Raises:
-      ValueError: `root` is not a rank, or the first axis on root is not the number of ranks. TypeError: a static
-      argument is traced, or an argument is of the wrong type. Both while tracing, before anything is sent; other ranks
-      then wait.
+      ValueError: the first axis on root is not the number of ranks. Otherwise as `bcast`.
     """
     resolved = communicators.resolve(comm, "scatter")
     params = _rooted(resolved, arguments.rank(root, resolved, "scatter", "root"))

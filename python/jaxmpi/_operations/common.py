@@ -66,7 +66,6 @@ class Collective(Operation[P]):
     variadic = True
 
     def result(self, aval: Any, params: P) -> Any:
-        """Return the type of the result from the type of an operand."""
         return aval
 
     def results(self, avals: Arrays, params: P) -> list[Any]:
@@ -84,7 +83,6 @@ class Collective(Operation[P]):
         arrays of the same sizes and dtypes, so they form the same groups. Return the results in order."""
         if keys.among(arrays):
             types = lowering.types(self, arrays, params)
-            self.compare_keys(params, arrays)
             words = self.apply_to_all(params, list(map(keys.words, arrays)))
             return [keys.like(y, of_array.dtype) for y, of_array in zip(words, types, strict=True)]
         if len(arrays) == 1:
@@ -96,7 +94,6 @@ class Collective(Operation[P]):
         return results
 
     def _groups(self, params: P, arrays: Arrays) -> list[list[int]]:
-        """Return the groups of arrays that travel together, by their positions."""
         groups: list[list[int]] = []
         unfilled: dict[Any, tuple[list[int], int]] = {}  # of each dtype the last group of small arrays, and the bytes
         for i, x in enumerate(arrays):

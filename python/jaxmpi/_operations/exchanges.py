@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched, dependent_zeros, depends_on
-from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
+from jaxmpi._operations.by_plan import ByPlan, of_words, plan
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
 from jaxmpi._primitive import keys
@@ -35,30 +35,22 @@ class ExchangeStart(Starting[Planned], ByPlan):
         operands = self.batch_fields(axis, operands, axes, params)
         return self.bind(*operands, call=self.of_batch(axis, params)), [0]
 
-    def start(
-        self,
-        arrays: Arrays,
-        which: Sequence[int],
-        params: Planned,
-        batch: tuple[int, ...],
-        derivative: str,
-        adjoint: bool,
-    ) -> Any:
-        """Start the linear part of the exchange for some of the arrays, and return the request."""
-        params = dataclasses.replace(self.of_some(params, which, arrays, derivative, adjoint), batch=batch)
-        return self.apply(params, *(arrays[i] for i in which))[0]
+    def start(self, arrays: Arrays, which: Sequence[int], params: Planned, batch: tuple[int, ...]) -> Any:
+        return self.apply(dataclasses.replace(params, batch=batch), *(arrays[i] for i in which))[0]
 
     def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
         which = [i for i, t in enumerate(tangents) if t is not None]
-        return [self.start(tangents, which, params, params.batch, TANGENT, params.adjoint)]
+        linear = self.of_some(params, which, tangents, TANGENT, params.adjoint)
+        return [self.start(tangents, which, linear, params.batch)]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
         which = internals.inexact_among(operands)
         # The fields of the adjoint exchange begin as zeros.
         fields = params.pattern.results(operands, params.per_array, params.adjoint)
         zeros = [jnp.zeros(x.shape, x.dtype) for x in fields]
-        needed = True  # as in `requests.Start.transpose`
-        return self.adjoint.finish(zeros, which, cotangents[0], params, COTANGENT, not params.adjoint, needed)
+        back = self.of_some(params, which, zeros, COTANGENT, not params.adjoint)
+        # `needed`: as in `requests.Start.transpose`
+        return self.adjoint.finish(zeros, which, cotangents[0], dataclasses.replace(back, needed=True))
 
 
 class ExchangeFinish(ByPlan):
@@ -73,24 +65,12 @@ class ExchangeFinish(ByPlan):
     def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}
 
-    def finish(
-        self,
-        arrays: Arrays,
-        which: Sequence[int],
-        request: Any,
-        params: Planned,
-        derivative: str,
-        adjoint: bool,
-        needed: bool = False,
-    ) -> list[Any]:
-        """Finish the linear part of the exchange for some of the arrays."""
+    def finish(self, arrays: Arrays, which: Sequence[int], request: Any, params: Planned) -> list[Any]:
         if not which:
             return [None] * len(arrays)
-        params = dataclasses.replace(self.of_some(params, which, arrays, derivative, adjoint), needed=needed)
-        fields = [arrays[i] for i in which]
         if request is not NOTHING:  # whatever maps the request maps the fields, as where it was started
-            fields = [depends_on(x, [request]) for x in fields]
-        return spread(self.bind(*fields, request, call=params), which, len(arrays))
+            arrays = [depends_on(x, [request]) if i in which else x for i, x in enumerate(arrays)]
+        return self.of_chosen(arrays, which, params, request)
 
     def jvp(self, primals: Arrays, tangents: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
         params = params.in_derivative()
@@ -101,19 +81,19 @@ class ExchangeFinish(ByPlan):
             return results, [internals.zero_tangent(y) for y in results]
         of_fields = [dependent_zeros(known, t.aval) if type(t) is internals.ad.Zero else t for t in tangents[:-1]]
         request = NOTHING if type(tangents[-1]) is internals.ad.Zero else tangents[-1]
-        linear = self.finish(of_fields, which, request, params, TANGENT, params.adjoint)
+        linear = self.finish(of_fields, which, request, self.of_some(params, which, of_fields, TANGENT, params.adjoint))
         return results, [internals.zero_tangent(y) if t is None else t for t, y in zip(linear, results, strict=True)]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
         *fields, request = operands
         which = list(range(len(fields)))
-        adjoint = not params.adjoint
+        params = self.of_some(params, which, cotangents, COTANGENT, not params.adjoint)
         back: list[Any] = [None] * len(fields)
         begun = None
         if isinstance(request, jax.ShapeDtypeStruct):
-            begun = self.adjoint.start(cotangents, which, params, request.shape[:-1], COTANGENT, adjoint)
+            begun = self.adjoint.start(cotangents, which, params, request.shape[:-1])
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in fields):
-            back = self.finish(cotangents, which, NOTHING, params, COTANGENT, adjoint)
+            back = self.finish(cotangents, which, NOTHING, params)
         return [*back, begun]
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
@@ -156,7 +136,6 @@ def start_exchange(
     """Start an exchange by a plan, with the parameters of the operation in one call, for a public function."""
     if len(arrays) > MOST_ARRAYS:
         raise ValueError(f"{function}: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
-    start.compare_keys(params, arrays)
     types = keys.types(arrays)
     params, arrays = of_words(params, arrays)
     begun = start.apply(params, *arrays)

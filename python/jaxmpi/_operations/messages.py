@@ -3,7 +3,6 @@
 Ranks and tags that are known at run time are one more operand, which the message of the cotangent needs as well.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,23 +15,10 @@ from jaxmpi._mpi import communicators, tags
 from jaxmpi._operations.common import Arrays, checked
 from jaxmpi._primitive import arguments, envelope, pytrees
 from jaxmpi._primitive.effect import Unsupported
-from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Exchanging, Receiving, Sending, kept
 
 _sending, _receiving, _exchanging = kept(Sending), kept(Receiving), kept(Exchanging)
-
-
-def refuse_send(params: Any) -> str:
-    """Return why a message that is sent has no derivative; empty if it has one."""
-    return tags.why_not_differentiable(vars(params), "tag")
-
-
-def refuse_recv(params: Any) -> str:
-    """Return why a message that is received has no derivative; empty if it has one."""
-    if params.tag == MPI.ANY_TAG and params.source != MPI.PROC_NULL:
-        return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
-    return _refuse_source(params, "tag")
 
 
 def _refuse_source(params: Any, *names: str) -> str:
@@ -55,26 +41,19 @@ def back_of_recv(params: Any, traced: Arrays) -> tuple[dict[str, Any], list[Any]
     return envelope.split({"dest": there["source"], "tag": tag})
 
 
-class Message(Operation[P]):
-    """A message, or two. The receiver does not know what is in it, so keys are not compared."""
-
-    def compare_keys(self, params: P, arrays: Arrays) -> None:
-        pass
-
-
-class Send(Message[Sending]):
+class Send(Operation[Sending]):
     """The adjoint is `recv`."""
 
     def results(self, avals: Arrays, params: Sending) -> list[Any]:
         return []
 
     def why_not_differentiable(self, params: Sending) -> str:
-        return refuse_send(params)
+        return tags.why_not_differentiable(vars(params), "tag")
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Sending) -> list[Any]:
         template, *traced = operands
         known, traced = back_of_send(params, traced)
-        back = Receiving(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        back = Receiving(params.comm, **known, leaf=params.leaf.reverse(), derivative=COTANGENT)
         return recv_p.apply(back, *traced, zero_cotangent(template))
 
 
@@ -96,35 +75,31 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> No
     """
     resolved = communicators.resolve(comm, "send")
     known, traced = envelope.split(
-        {"dest": arguments.dest(dest, resolved, "send"), "tag": arguments.tag(tag, "send", "tag")}
+        {"dest": arguments.peer(dest, resolved, "send", "dest"), "tag": arguments.tag(tag, "send", "tag")}
     )
     params = _sending(resolved, **known)
     if not traced and type(x) is internals.ConcreteArray:  # as below, but faster
         send_p.apply(params, arguments.array(x, "send", "x"))
         return
     leaves, _ = checked("send", x, arguments.array)
-    send_p.apply_to_leaves(_of_each(params, [], leaves), [(leaf, *traced) for leaf in leaves])
+    send_p.apply_to_leaves(pytrees.of_each(params, [], leaves), [(leaf, *traced) for leaf in leaves])
 
 
-def _of_each(params: Any, received: Arrays, sent: Arrays) -> list[Any]:
-    """Return the parameters of each message of a pytree."""
-    places = pytrees.places(received, sent)
-    return [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
-
-
-class Recv(Message[Receiving]):
+class Recv(Operation[Receiving]):
     """The adjoint is `send`."""
 
     def templates(self, params: Receiving) -> int:
         return 1
 
     def why_not_differentiable(self, params: Receiving) -> str:
-        return refuse_recv(params)
+        if params.tag == MPI.ANY_TAG and params.source != MPI.PROC_NULL:
+            return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
+        return _refuse_source(params, "tag")
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
         *traced, template = operands
         known, traced = back_of_recv(params, traced)
-        back = Sending(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        back = Sending(params.comm, **known, leaf=params.leaf.reverse(), derivative=COTANGENT)
         send_p.apply(back, cotangents[0], *traced)
         return [dependent_zeros(cotangents, template)]
 
@@ -163,7 +138,7 @@ def recv(
       invalid.
     """
     resolved = communicators.resolve(comm, "recv")
-    sender = arguments.one_message(arguments.source(source, resolved, "recv"), x, "recv")
+    sender = arguments.one_message(arguments.peer(source, resolved, "recv", "source"), x, "recv")
     known, traced = envelope.split({"source": sender, "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,))})
     written = arguments.status(status, "recv")
     params = _receiving(resolved, **known, status=written)
@@ -171,12 +146,12 @@ def recv(
         result = recv_p.apply(params, arguments.template(x, "recv", "x"))[0]
     else:
         leaves, structure = checked("recv", x, arguments.template)
-        received = recv_p.apply_to_leaves(_of_each(params, leaves, []), [(*traced, leaf) for leaf in leaves])
+        received = recv_p.apply_to_leaves(pytrees.of_each(params, leaves, []), [(*traced, leaf) for leaf in leaves])
         result = jax.tree.unflatten(structure, received)
     return _with_status(result, written, status)
 
 
-class Sendrecv(Message[Exchanging]):
+class Sendrecv(Operation[Exchanging]):
     """The cotangent travels back: source and dest, and the tags, are exchanged.
 
     With recvtag ANY_TAG the cotangent is sent with the tag of the message sent, and any tag is accepted from that rank:
@@ -221,7 +196,7 @@ class Sendrecv(Message[Exchanging]):
                 "recvtag": MPI.ANY_TAG if any_tag else there["sendtag"],
             }
         )
-        back = Exchanging(params.comm, **known, leaf=pytrees.reverse(params.leaf), derivative=COTANGENT)
+        back = Exchanging(params.comm, **known, leaf=params.leaf.reverse(), derivative=COTANGENT)
         return self.apply(back, cotangents[0], *traced, jnp.zeros(template.shape, template.dtype))
 
 
@@ -242,33 +217,21 @@ def sendrecv(
     """Send one message and receive another, without deadlock (MPI_Sendrecv).
 
     Args:
-      sendbuf: array of any shape, or a pytree of arrays, which is one message per leaf, in order.
-      recvbuf: a template with the shape and dtype of the message received; its values are not read. Or a pytree
-        with as many leaves as `sendbuf` has. May be (or hold) `jax.ShapeDtypeStruct`.
-      source: rank that sends to this one; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result
-        is zero. A pytree of several leaves needs a definite source. This and the following are integers, which may be
-        traced.
-      dest: rank that receives from this one; or `MPI.PROC_NULL`: nothing is sent.
-      sendtag: tag of the message that is sent.
-      recvtag: tag of the message that is received, or `MPI.ANY_TAG`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      status: filled when the message arrives; for a pytree it is the status of the last message. Inside `jit` it must
-        not be read before the result is ready.
+      sendbuf, dest, sendtag: as `x`, `dest` and `tag` of `send`.
+      recvbuf, source, recvtag: as `x`, `source` and `tag` of `recv`; a pytree has as many leaves as `sendbuf` has.
+      comm, status: as in `recv`.
 
     Returns:
       The message received, with the structure, shape and dtype of `recvbuf`. It can be
       differentiated with respect to `sendbuf`: cotangents travel back, with source and dest, and the tags, exchanged.
 
     Raises:
-      ValueError, TypeError: while tracing, before anything is sent; the peers then wait.
-      jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
-      was passed (with one, the rest of the result is zero). Also, before anything is sent, if a traced rank or tag is
-      invalid.
+      As `recv`.
     """
     resolved = communicators.resolve(comm, "sendrecv")
     values = {
-        "source": arguments.source(source, resolved, "sendrecv"),
-        "dest": arguments.dest(dest, resolved, "sendrecv"),
+        "source": arguments.peer(source, resolved, "sendrecv", "source"),
+        "dest": arguments.peer(dest, resolved, "sendrecv", "dest"),
         "sendtag": arguments.tag(sendtag, "sendrecv", "sendtag"),
         "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
     }
@@ -291,7 +254,7 @@ def sendrecv(
         result = sendrecv_p.apply(params, sent[0], templates[0])[0]
     else:
         operands = [(x, *traced, y) for x, y in zip(sent, templates, strict=True)]
-        results = sendrecv_p.apply_to_leaves(_of_each(params, templates, sent), operands)
+        results = sendrecv_p.apply_to_leaves(pytrees.of_each(params, templates, sent), operands)
         result = results[0] if alone else jax.tree.unflatten(structure, results)
     return _with_status(result, written, status)
 

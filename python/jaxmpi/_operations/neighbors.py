@@ -1,10 +1,7 @@
 """Neighbour collectives: what a process exchanges with its neighbours in a communicator's topology.
 
-The neighbours and their order are defined by the standard. In a Cartesian communicator they are the processes before
-and behind this one along each axis in turn; in a graph they are in the order in which the program passed them. A block
-that is sent backwards along an axis arrives in the place of the neighbour behind, also where both neighbours are the
-same process. Where one process has several edges to another, both match these edges in the order in which they list
-them.
+`neighbor_allgather` says which neighbours these are. Where one process has several edges to another, both match these
+edges in the order in which they list them.
 """
 
 from collections.abc import Sequence
@@ -19,28 +16,20 @@ from jaxmpi._mpi import communicators, plans
 from jaxmpi._mpi.plans import Box, Move, Plan
 from jaxmpi._operations.by_plan import ByPlan
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.params import Planned
+from jaxmpi._primitive.params import Pattern, Planned
 
 Edges = tuple[tuple[int, int], ...]
 """The rank of each neighbour, which may be PROC_NULL, and a number by which both ends sort the edges between them."""
 
 
 @dataclass(frozen=True)
-class Neighbors:
+class Neighbors(Pattern):
     """The pattern of a neighbour collective on one rank."""
 
     sources: Edges
     destinations: Edges
     own_blocks: bool
     """Whether each destination gets a block of its own; otherwise all get the same block."""
-    aliases = False
-    why_not_differentiable = ""
-
-    def linear(self, per_array: Any) -> Any:
-        return per_array
-
-    def behind(self, place: Any, axes: int) -> Any:
-        return place
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         given, received = int(self.own_blocks), 1
@@ -182,14 +171,12 @@ def neighbor_alltoall(x: Any, *, comm: MPI.Comm) -> Any:
     Args:
       x: array of shape `(number of destinations, ...)`, or a pytree of arrays like this; blocks have the same shapes
         and dtypes on all ranks.
-      comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
+      comm: as in `neighbor_allgather`.
 
     Returns:
       Array of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
 
     Raises:
-      ValueError, TypeError: `comm` has no neighbours, `x` has not a block for each destination, or an argument is of
-      the wrong type; while tracing, before anything is sent.
-      jax.errors.JaxRuntimeError: at run time, on a rank that receives a message of another call.
+      As `neighbor_allgather`; ValueError: `x` has not a block for each destination.
     """
     return neighbor_alltoall_p.apply_to_neighbors(x, comm, own_blocks=True)

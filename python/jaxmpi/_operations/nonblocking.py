@@ -10,29 +10,17 @@ from jaxmpi._jax.dependence import dependent_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._operations.collectives import check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differing_cotangents
-from jaxmpi._operations.messages import Message, back_of_recv, back_of_send, refuse_recv, refuse_send
+from jaxmpi._operations.messages import Recv, Send, back_of_recv, back_of_send
 from jaxmpi._operations.reductions import allreduce_p, why_reduction_not_differentiable
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._operations.requests import Awaited, Request, Start, Started, store_p
 from jaxmpi._primitive import arguments, envelope, keys
-from jaxmpi._primitive.lowering import Passed
-from jaxmpi._primitive.params import (
-    COTANGENT,
-    TANGENT,
-    VALUE,
-    Common,
-    Receiving,
-    Reducing,
-    ReducingTo,
-    Rooted,
-    Sending,
-)
+from jaxmpi._primitive.params import COTANGENT, TANGENT, VALUE, Common, Receiving, Reducing, ReducingTo, Rooted, Sending
 
 
 def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, traced: Arrays = ()) -> Request:
     """Check all leaves of `x`, and start the operation on each of them."""
     leaves, _, structure = arguments.leaves(x, operation.core_name, "x", check)
-    operation.compare_keys(params, leaves)
     words = list(map(keys.words, leaves))
     begun = [operation.begin(params, (), x, traced) for x in words]
     pending = tuple(operation.started(params, x) for x in words)
@@ -75,17 +63,14 @@ def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Start to reduce the arrays of all ranks; all ranks get the result from `wait` (MPI_Iallreduce).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks. It is copied: it may change
-        afterwards.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, op, comm: as in `allreduce`. `x` is copied: it may change afterwards.
 
     Returns:
       A `Request`: `wait(request)` gives the result of `allreduce`. It can be differentiated like that one; derivatives
       of PROD, MAX and MIN are communicated where the operation starts.
 
     Raises:
-      TypeError, ValueError: as `allreduce`; while tracing, before anything is sent; other ranks then wait.
+      As `allreduce`.
     """
     reduction = arguments.reduction(op, "iallreduce")
     params = Reducing(communicators.resolve(comm, "iallreduce"), reduction)
@@ -111,15 +96,13 @@ def ialltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """Start to send entry `i` of the first axis to rank i (MPI_Ialltoall).
 
     Args:
-      x: array of shape `(size, ...)`, or a pytree of arrays like this; the same shape and dtype on all ranks. It is
-        copied.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, comm: as in `alltoall`. `x` is copied.
 
     Returns:
       A `Request`: `wait(request)` gives the result of `alltoall`.
 
     Raises:
-      ValueError, TypeError: as `alltoall`; while tracing, before anything is sent; other ranks then wait.
+      As `alltoall`.
     """
     resolved = communicators.resolve(comm, "ialltoall")
     check = lambda leaf, *names: arguments.stacked(leaf, resolved.size, *names)  # noqa: E731
@@ -150,8 +133,7 @@ def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
 class Ibcast(Start[Rooted]):
     """The adjoint is `ireduce` of a sum."""
 
-    def passes(self, params: Rooted) -> Passed:
-        return Passed(operands=params.on_root)
+    root_sends = True
 
     def back(self, params: Rooted, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
         return ireduce_p, ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), []
@@ -177,16 +159,13 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Start to send root's array to all ranks (MPI_Ibcast).
 
     Args:
-      x: on root the data, which is copied; on other ranks a template of the same shape and dtype, whose values are not
-        read. Or pytrees of them. A template may be a `jax.ShapeDtypeStruct`.
-      root: rank that sends, static.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, root, comm: as in `bcast`. Root's `x` is copied.
 
     Returns:
       A `Request`: `wait(request)` gives root's array on all ranks.
 
     Raises:
-      ValueError, TypeError: as `bcast`; while tracing, before anything is sent; other ranks then wait.
+      As `bcast`.
     """
     resolved = communicators.resolve(comm, "ibcast")
     root = arguments.rank(root, resolved, "ibcast", "root")
@@ -194,14 +173,8 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     return _start(ibcast_p, Rooted(resolved, root), x, check)
 
 
-class Irecv(Message[Receiving], Start[Receiving]):
+class Irecv(Start[Receiving], Recv):
     """The adjoint is `isend`; ranks and tags that are known at run time stand before the template."""
-
-    def templates(self, params: Receiving) -> int:
-        return 1
-
-    def why_not_differentiable(self, params: Receiving) -> str:
-        return refuse_recv(params)
 
     def order(self, leaf: Any, traced: Arrays) -> list[Any]:
         return [*traced, leaf]
@@ -219,26 +192,15 @@ class Irecv(Message[Receiving], Start[Receiving]):
 irecv_p = Irecv("irecv")
 
 
-def irecv(
-    x: Any,
-    source: int = MPI.ANY_SOURCE,
-    *,
-    tag: int = MPI.ANY_TAG,
-    comm: MPI.Comm | None = None,
-) -> Any:
+def irecv(x: Any, source: int = MPI.ANY_SOURCE, *, tag: int = MPI.ANY_TAG, comm: MPI.Comm | None = None) -> Any:
     """Start to receive a message (MPI_Irecv).
 
     Receives match messages in the order in which they are started; blocking `recv` calls are part of this order. Needs
     MPI_THREAD_MULTIPLE, which mpi4py asks for.
 
     Args:
-      x: a template with the shape and dtype of the message; its values are not read. A pytree receives one
-        message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`.
-      source: rank that sends; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is zero. A
-        pytree of several leaves needs a definite source. An integer, which may be traced.
-      tag: tag of the message, or `MPI.ANY_TAG`, which does not match tags of the upper half of MPI's tags. An integer,
-        which may be traced.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, source, comm: as in `recv`.
+      tag: as in `recv`; `MPI.ANY_TAG` does not match tags of the upper half of MPI's tags.
 
     Returns:
       A `Request`: `wait(request)` gives the message, with the shape and dtype of the template.
@@ -249,18 +211,15 @@ def irecv(
         longer or shorter than the template. That message is dropped.
     """
     resolved = communicators.resolve(comm, "irecv")
-    sender = arguments.one_message(arguments.source(source, resolved, "irecv"), x, "irecv")
+    sender = arguments.one_message(arguments.peer(source, resolved, "irecv", "source"), x, "irecv")
     known, traced = envelope.split({"source": sender, "tag": arguments.tag(tag, "irecv", "tag", (MPI.ANY_TAG,))})
     return _start(irecv_p, Receiving(resolved, **known), x, arguments.template, traced)
 
 
-class Isend(Message[Sending], Start[Sending]):
+class Isend(Start[Sending], Send):
     """The adjoint is `irecv`."""
 
     has_result = False
-
-    def why_not_differentiable(self, params: Sending) -> str:
-        return refuse_send(params)
 
     def back(self, params: Sending, traced: Arrays) -> tuple[Start[Any], Common, Arrays]:
         known, traced = back_of_send(params, traced)
@@ -274,20 +233,16 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> A
     """Start to send a message (MPI_Isend).
 
     Args:
-      x: array of any shape, or a pytree of arrays, which is one message per leaf, in order. It is copied.
-      dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
-      tag: tag of the message. An integer, which may be traced.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, dest, tag, comm: as in `send`. `x` is copied.
 
     Returns:
       A `Request`: `wait(request)` gives None, once the message has left this rank.
 
     Raises:
-      ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
-      jax.errors.JaxRuntimeError: at run time, if a traced `dest` is no rank, or a traced `tag` no tag; nothing is sent.
+      As `send`.
     """
     resolved = communicators.resolve(comm, "isend")
     known, traced = envelope.split(
-        {"dest": arguments.dest(dest, resolved, "isend"), "tag": arguments.tag(tag, "isend", "tag")}
+        {"dest": arguments.peer(dest, resolved, "isend", "dest"), "tag": arguments.tag(tag, "isend", "tag")}
     )
     return _start(isend_p, Sending(resolved, **known), x, arguments.array, traced)

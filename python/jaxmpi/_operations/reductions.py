@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -15,17 +15,7 @@ from jaxmpi._operations.collectives import allgather_p, bcast_p, check_same
 from jaxmpi._operations.common import CHECK, SUM, Arrays, Collective, differing_cotangents, sums, typed
 from jaxmpi._operations.messages import sendrecv_p
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.lowering import Passed
-from jaxmpi._primitive.params import (
-    COTANGENT,
-    TANGENT,
-    Common,
-    Exchanging,
-    Reducing,
-    ReducingTo,
-    Rooted,
-    kept,
-)
+from jaxmpi._primitive.params import COTANGENT, TANGENT, Common, Divided, Exchanging, Reducing, ReducingTo, Rooted, kept
 
 reducing, _reducing_to = kept(Reducing), kept(ReducingTo)
 
@@ -61,7 +51,6 @@ class Reduction(Collective[R]):
         raise NotImplementedError
 
     def reduce_tree(self, params: R, x: Any) -> Any:
-        """Check all leaves of `x`, then reduce them."""
         return self.apply_to_tree(params, x, arguments.reducible, params.op)
 
 
@@ -72,8 +61,8 @@ class Allreduce(Reduction[Reducing]):
     works_in_place = True
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
-        weight = weight_of(x, params.op, params, lambda: result)
-        return self.apply(Reducing(params.comm, SUM, line=params.line, derivative=TANGENT), weight * tangent)[0]
+        summing = Reducing(params.comm, SUM, line=params.line, derivative=TANGENT)
+        return self.apply(summing, weight_of(x, params, result) * tangent)[0]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Reducing) -> list[Any]:
         if params.line is not None:
@@ -111,16 +100,11 @@ class Reduce(Reduction[ReducingTo]):
     """Root reduces all operands; on any other rank the result is the operand. The adjoint of a sum is `bcast`."""
 
     works_in_place = True
-
-    def passes(self, params: ReducingTo) -> Passed:
-        return Passed(results=params.on_root)
-
-    def may_alias(self, params: ReducingTo) -> bool:
-        return params.on_root
+    root_receives = True
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: ReducingTo) -> Any:
-        weight = weight_of(x, params.op, params, lambda: _everywhere(x, params))
-        (total,) = self.apply(ReducingTo(params.comm, SUM, params.root, derivative=TANGENT), weight * tangent)
+        summing = ReducingTo(params.comm, SUM, params.root, derivative=TANGENT)
+        (total,) = self.apply(summing, weight_of(x, params) * tangent)
         return total if params.on_root else tangent + dependent_zeros([total], tangent)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: ReducingTo) -> list[Any]:
@@ -135,17 +119,14 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None) -> An
     """Reduce the arrays of all ranks element by element; root gets the result (MPI_Reduce).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
+      x, op, comm: as in `allreduce`.
       root: rank that receives, static.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
 
     Returns:
       The reduction on root; on other ranks `x` itself.
 
     Raises:
-      ValueError: `root` is not a rank. TypeError: `op` is not defined for the dtype, a static argument is traced, or an
-      argument is of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
+      As `allreduce`; ValueError: `root` is not a rank; TypeError: it is traced.
     """
     resolved = communicators.resolve(comm, "reduce")
     root = arguments.rank(root, resolved, "reduce", "root")
@@ -162,8 +143,7 @@ class ReduceScatter(Reduction[Reducing]):
         return 1, 0
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
-        weight = weight_of(x, params.op, params, lambda: _everywhere(x, params))
-        return self.apply(Reducing(params.comm, SUM, derivative=TANGENT), weight * tangent)[0]
+        return self.apply(Reducing(params.comm, SUM, derivative=TANGENT), weight_of(x, params) * tangent)[0]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Reducing) -> list[Any]:
         return self.adjoint.apply_to_all(Common(params.comm, derivative=COTANGENT), cotangents)
@@ -211,16 +191,13 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Reduce over the ranks up to this one: rank i gets the reduction over ranks 0 to i (MPI_Scan).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, op, comm: as in `allreduce`.
 
     Returns:
       Same shape and dtype as `x`.
 
     Raises:
-      TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
-      is sent; other ranks then wait.
+      As `allreduce`.
     """
     return scan_p.reduce_tree(reducing(communicators.resolve(comm, "scan"), arguments.reduction(op, "scan")), x)
 
@@ -239,17 +216,14 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Reduce over the ranks before this one: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
 
     Args:
-      x: array of any shape, or a pytree of arrays; the same shape and dtype on all ranks.
-      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
-      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      x, op, comm: as in `allreduce`.
 
     Returns:
       Same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets the identity
       element: 0 for SUM, 1 for PROD, the least value for MAX and so on; zeros for a user-made `op`.
 
     Raises:
-      TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
-      is sent; other ranks then wait.
+      As `allreduce`.
     """
     params = reducing(communicators.resolve(comm, "exscan"), arguments.reduction(op, "exscan"))
     result = exscan_p.reduce_tree(params, x)
@@ -269,20 +243,21 @@ def _changing_nothing(name: str, zeros: Any) -> Any:
 # --- the derivatives of products and extremes ------------------------------------------------------------------------
 
 
-def weight_of(x: Any, op: arguments.Reduction, params: Common, extreme: Callable[[], Any]) -> Any:
-    """Return the derivative of a reduction over all ranks with respect to this rank's array."""
-    if op.name == "PROD":
+def weight_of(x: Any, params: Reducing | Divided, extreme: Any = None) -> Any:
+    """Return the derivative of a reduction over all ranks with respect to this rank's array. For an extreme it is
+    1 / (number of ranks with the extreme value) where this rank has it, else 0. `extreme`: the value, if it is known.
+    """
+    if params.op.name == "PROD":
         return _product_of_others(x, params)
-    assert op.name in _BEATS
-    return _share_of_extreme(x, extreme(), params)
+    if extreme is None:
+        extreme = _reduced_everywhere(x, params.op, params)
+    mine = x == extreme
+    count = _reduced_everywhere(mine.astype(jnp.int32), SUM, params)
+    return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
-def reduced_everywhere(x: Any, op: arguments.Reduction, params: Common) -> Any:
+def _reduced_everywhere(x: Any, op: arguments.Reduction, params: Common) -> Any:
     return allreduce_p.apply(Reducing(params.comm, op, derivative=TANGENT), x)[0]
-
-
-def _everywhere(x: Any, params: Reducing) -> Any:
-    return reduced_everywhere(x, params.op, params)
 
 
 def _move(x: Any, source: int, dest: int, params: Common) -> Any:
@@ -325,13 +300,6 @@ def _product_of_others(x: Any, params: Common) -> Any:
             part = part * before if exists else part
         product = product * part
     return product
-
-
-def _share_of_extreme(x: Any, extreme: Any, params: Common) -> Any:
-    """Return 1 / (number of ranks with the extreme value) where this rank has it, else 0."""
-    mine = x == extreme
-    count = reduced_everywhere(mine.astype(jnp.int32), SUM, params)
-    return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
 def _ratio(a: Any, b: Any, like: Any) -> Any:

@@ -75,10 +75,9 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 
     The partner of `replicate`. If `allgather` or `bcast` has sent the same values to all ranks, and all ranks compute
     the same loss from them, the gradient is the gradient of the sum of all losses: N times too large. It is the
-    gradient of one loss if the values pass through `invariant` first. Identity forwards, division backwards: JAX's
-    cast from varying to invariant, as `replicate` is the cast from invariant to varying (docs/autodiff.md). The
-    result of `allreduce` of a sum is invariant already. Communicates nothing, but in a differentiated function all
-    ranks must call it, as they call other operations.
+    gradient of one loss if the values pass through `invariant` first. Identity forwards, division backwards. The result
+    of `allreduce` of a sum is invariant already. Communicates nothing, but in a differentiated function all ranks must
+    call it, as they call other operations.
 
     Args:
       x: array of any shape, or a pytree of arrays; the same on all ranks, and used in the same way on all of them from
@@ -90,7 +89,7 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
       `x`, as arrays of the same shapes and dtypes.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong type, or a communicator has been freed; while tracing.
+      As `replicate`.
       jax.errors.JaxRuntimeError: at run time, with `JAXMPI_CHECK=1`, on each rank whose values differ from the values
       of rank 0 by more than rounding; it names the line. Other ranks continue until they wait for a rank that raised.
     """

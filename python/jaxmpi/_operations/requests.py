@@ -25,7 +25,7 @@ from jaxmpi._operations.common import Arrays, common, typed
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive.effect import REQUEST, Unsupported
 from jaxmpi._primitive.lowering import P
-from jaxmpi._primitive.operation import Operation
+from jaxmpi._primitive.operation import OfValues, Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Common, Waiting
 
 (WIDTH,), _NUMBERS = REQUEST
@@ -82,7 +82,6 @@ class Start(Starting[P]):
         return [leaf, *traced]
 
     def begin(self, params: P, batch: tuple[int, ...], leaf: Any, traced: Arrays = ()) -> Any:
-        """Return the request."""
         return self.apply(dataclasses.replace(params, batch=batch), *self.order(leaf, traced))[0]
 
     def started(self, params: P, x: Any) -> "Started":
@@ -157,17 +156,8 @@ class Store(Start[Common]):
 store_p = Store("hold")
 
 
-class Fence(Operation[Common]):
-    """A fence: later communication starts only after the operands have been computed."""
-
-    def results(self, avals: Arrays, params: Common) -> list[Any]:
-        return []
-
-    def transpose(self, cotangents: Arrays, operands: Arrays, params: Common) -> list[Any]:
-        return []
-
-
-fence_p = Fence("after")
+fence_p: Operation[Common] = OfValues("after")
+"""A fence: later communication starts only after the operands have been computed."""
 
 
 def request_of_nothing(params: Any, results: int) -> int:
@@ -256,31 +246,21 @@ wait_p = Wait("wait")
 # --- requests as users see them --------------------------------------------------------------------------------------
 
 
+@dataclass(unsafe_hash=True)
 class Awaited:
     """A description of the arrays of a request. It is equal for requests for which the wait is alike."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        pending: tuple[Started, ...],
-        structure: Any = None,
-        types: tuple[Any, ...] = (),
-        fields: Any = None,
-    ) -> None:
-        self.comm, self.pending, self.fields = comm, pending, fields
-        self.structure = structure  # of the result; None: there is no result
-        self._types = types  # of the result's leaves; words become keys again by them
-        self._key = (comm, pending, structure, types, fields)
+    comm: Communicator
+    pending: tuple[Started, ...]
+    structure: Any = None
+    """The structure of the result; None: there is no result."""
+    types: tuple[Any, ...] = ()
+    """The types of the result's leaves; words become keys again by them."""
+    fields: Any = None
 
     @property
     def name(self) -> str:
         return self.pending[0].operation.core_name if self.pending else "nothing"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
     def __repr__(self) -> str:
         """Return the name in JAX's errors about pytrees that differ, as of the branches of a cond."""
@@ -299,7 +279,7 @@ class Awaited:
         """Return the result of `wait`, from the arrays that have arrived."""
         if self.structure is None:
             return None
-        leaves = [keys.like(y, x) for y, x in zip(values, self._types, strict=True)]
+        leaves = [keys.like(y, x) for y, x in zip(values, self.types, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -372,16 +352,11 @@ def waitall(requests: Any, *, after: Any = None) -> Any:
 def _wait_for(requests: Arrays, after: Any, unflatten: Callable[[list[Any]], Any], operation: str) -> Any:
     for request in requests:
         _check(request, operation)
-    if requests and after is not None:
-        _compute_first(requests[0]._of.comm, after)
+    arrays = [keys.words(x) for x in jax.tree.leaves(after) if isinstance(x, jax.Array)]
+    if requests and arrays:
+        fence_p.apply(common(requests[0]._of.comm), *arrays)
     result = unflatten(_wait_for_all(requests))
     return result if after is None else (result, after)
-
-
-def _compute_first(comm: Communicator, values: Any) -> None:
-    """Let later communication start only after the values have been computed."""
-    if arrays := [keys.words(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]:
-        fence_p.apply(common(comm), *arrays)
 
 
 def _check(request: Any, operation: str) -> None:

@@ -14,11 +14,9 @@ CommOrOp = TypeVar("CommOrOp", bound=MPI.Comm | MPI.Op)
 def static(x: CommOrOp) -> CommOrOp:
     """Return a communicator or a reduction that may be an argument of compiled functions; mpi4py's own have no hash.
 
-    The result is one of mpi4py's objects as well, with the same handle, and works wherever they do. Besides, it may be
-    a static argument of `jax.jit` (`static_argnums`, `static_argnames`), static data of a pytree, or part of any other
-    argument, where it is a pytree without leaves. Two of them are equal as long as they are of the same communicator,
-    so a function is compiled once for each communicator. A freed one is not equal to any later one, even if MPI reuses
-    the handle.
+    The result is one of mpi4py's objects as well, with the same handle. Besides, it may be a static argument of
+    `jax.jit`, static data of a pytree, or part of any other argument, where it is a pytree without leaves. Two of them
+    are equal if they are of the same communicator. A freed one is not equal to any later one.
 
     Args:
       x: an intra-communicator or an operation of mpi4py, such as `MPI.COMM_WORLD` or `MPI.SUM`. It is not duplicated:

@@ -117,8 +117,7 @@ def status(value: Any, operation: str) -> Status | None:
 
 @functools.cache
 def _row(dtype: Any) -> Datatype | str:
-    """Return the row of a dtype, or the dtype's name if it has no row."""
-    if dtype == jax.dtypes.float0:
+    if dtype == jax.dtypes.float0:  # the derivative of integers
         return "float0"
     name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
     return DATATYPES.get(name, name)
@@ -127,23 +126,12 @@ def _row(dtype: Any) -> Datatype | str:
 def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
     """Return the row of a dtype. Raise TypeError if it cannot be communicated."""
     row = _row(dtype)
-    if row == "float0":
-        raise TypeError(
-            f"{operation}: {argument} has dtype float0: it is the derivative of integers, which JAX makes an array of "
-            "nothing. Leave it out."
-        )
     if isinstance(row, str):
         raise TypeError(
             f"{operation}: {argument} has dtype {row}, which cannot be communicated; use {argument}.astype(...). "
             f"Possible: {', '.join(DATATYPES)}."
         )
     return row
-
-
-def _check_movable(x: Any, operation: str, argument: str) -> None:
-    """Raise TypeError for an array, or a type, that cannot be communicated."""
-    if not keys.is_key(x):
-        datatype(x.dtype, operation, argument)
 
 
 _IN_PLACE = (
@@ -179,12 +167,7 @@ def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
         raise TypeError(f"{operation}: {argument} is {_name_of(x)}, which is no array: {advice}")
     try:
         return jnp.asarray(x)
-    except OverflowError as error:
-        raise TypeError(
-            f"{operation}: {argument} is {x!r}, which does not fit in JAX's default integer. Give its dtype, as in "
-            "jnp.uint32(...); 64-bit types need jax_enable_x64."
-        ) from error
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise TypeError(
             f"{operation}: {argument} must hold JAX arrays, numbers, or what jnp.asarray makes an array of; got {x!r} "
             f"of type {type(x).__name__}. JAX says: {error}"
@@ -200,20 +183,19 @@ def _name_of(x: Any) -> str:
 def array(x: Any, operation: str, argument: str) -> jax.Array:
     """Return one leaf of an input as a JAX array."""
     x = _as_array(x, operation, argument)
-    _check_movable(x, operation, argument)
+    if not keys.is_key(x):
+        datatype(x.dtype, operation, argument)
     return x
 
 
 def template(x: Any, operation: str, argument: str) -> jax.Array:
     """Return one leaf of a template, of which only shape, dtype and batching are used."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        _check_movable(x, operation, argument)
-        return jnp.zeros(x.shape, x.dtype)
+        x = jnp.zeros(x.shape, x.dtype)
     return array(x, operation, argument)
 
 
 def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
-    """Return one leaf of an input with one entry per rank."""
     x = array(x, operation, argument)
     if x.ndim == 0 or x.shape[0] != size:
         raise ValueError(
@@ -254,18 +236,12 @@ def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tu
     return value
 
 
-def source(value: Any, comm: Communicator, operation: str) -> Any:
-    """Return a rank to receive from; may be traced."""
-    if (traced := envelope.at_run_time(value, operation, "source")) is not None:
+def peer(value: Any, comm: Communicator, operation: str, argument: str) -> Any:
+    """Return a rank to receive from (`source`) or to send to (`dest`); may be traced."""
+    if (traced := envelope.at_run_time(value, operation, argument)) is not None:
         return traced
-    return rank(value, comm, operation, "source", (MPI.ANY_SOURCE, MPI.PROC_NULL))
-
-
-def dest(value: Any, comm: Communicator, operation: str) -> Any:
-    """Return a rank to send to; may be traced."""
-    if (traced := envelope.at_run_time(value, operation, "dest")) is not None:
-        return traced
-    return rank(value, comm, operation, "dest", (MPI.PROC_NULL,))
+    also = (MPI.ANY_SOURCE, MPI.PROC_NULL) if argument == "source" else (MPI.PROC_NULL,)
+    return rank(value, comm, operation, argument, also)
 
 
 def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -> Any:
@@ -375,7 +351,6 @@ def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array
 
 
 def stacked_reducible(x: Any, size: int, op: Reduction, operation: str, argument: str) -> jax.Array:
-    """Return one leaf of an input to a reduction with one entry per rank."""
     return stacked(reducible(x, op, operation, argument), size, operation, argument)
 
 
@@ -402,11 +377,11 @@ def one_message(source: Any, x: Any, operation: str) -> Any:
     """Return the source. Raise ValueError for several messages from any source, because they could come from different
     ranks. For a source that is known at run time, return a number instead that the core rejects as a rank."""
     leaves = len(jax.tree.leaves(only_arrays(x)))
+    if leaves <= 1:
+        return source
     if not isinstance(source, int):
-        return (
-            source if leaves <= 1 else jnp.where(source == MPI.ANY_SOURCE, jnp.int32(envelope.ANY_OF_SEVERAL), source)
-        )
-    if source == MPI.ANY_SOURCE and leaves > 1:
+        return jnp.where(source == MPI.ANY_SOURCE, jnp.int32(envelope.ANY_OF_SEVERAL), source)
+    if source == MPI.ANY_SOURCE:
         raise ValueError(
             f"{operation}: a pytree of {leaves} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "
             "come from different ranks. Name the source, or receive one array at a time."

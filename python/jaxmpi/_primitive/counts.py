@@ -70,8 +70,6 @@ def rows_of(leaves: Sequence[Any], names: Sequence[str], operation: str) -> int:
                 f"{operation}: {name} has {leaf.shape[0]} rows and {names[0]} {leaves[0].shape[0]}: the counts are of "
                 "the first axis of each array, so these must be as long. Make a call for each array."
             )
-        if leaf.shape[0] > MOST:
-            raise ValueError(f"{operation}: {name} has {leaf.shape[0]} rows, and MPI counts {MOST}: make rows longer.")
     return leaves[0].shape[0] if leaves else 0
 
 
@@ -86,20 +84,13 @@ def match(have: int, expected: int, what: str, operation: str, names: Sequence[s
         raise ValueError(f"{operation}: {names[0]} has {have} rows, and {what} {expected}.")
 
 
-def _number(value: Any, operation: str, argument: str) -> int:
-    """Return a static integer that is no truth value."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{operation}: {argument} must be a number of rows, got the truth value {value}.")
-    return arguments.integer(value, operation, argument)
-
-
 def room(rows: Any, default: int | None, operation: str) -> int:
     """Return the rows of a result whose counts are known at run time."""
     if rows is None:
         if default is None:
             raise ValueError(f"{operation}: pass rows=, for how many rows the result has room.")
         rows = default
-    rows = _number(rows, operation, "rows")
+    rows = arguments.integer(rows, operation, "rows")
     if not 0 <= rows <= MOST:
         raise ValueError(f"{operation}: rows must be between 0 and {MOST}; got {rows}.")
     return rows
@@ -116,9 +107,7 @@ def numbers(counts: Any, shape: tuple[int, ...], operation: str, argument: str) 
     if not isinstance(counts, jax.Array):
         if shape:
             raise TypeError(f"{operation}: {argument} must be an array of integers of shape {shape}, got {counts!r}.")
-        counts = _number(counts, operation, argument)
-        if not -MOST <= counts <= MOST:
-            raise ValueError(f"{operation}: {argument} is {counts}, and MPI counts {MOST} rows.")
+        counts = arguments.integer(counts, operation, argument)
     counts = jnp.asarray(counts)
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise TypeError(f"{operation}: {argument} must be integers, got dtype {counts.dtype}.")

@@ -38,7 +38,6 @@ def install() -> None:
     internals.pass_token_when_compiled(EFFECT)
     runtime_token.guard_repetitions(EFFECT)
     runtime_token.guard_calls_of_jax(EFFECT)
-    runtime_token.refuse_communicating_conditions(EFFECT)
 
 
 @contextlib.contextmanager

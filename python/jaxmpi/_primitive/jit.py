@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
@@ -21,10 +21,7 @@ import numpy as np
 from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._primitive.effect import EFFECT
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from jaxmpi._primitive.types import JitOptions, Jitted, P, R
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Token:
@@ -82,7 +79,8 @@ def _region_implementation(*args: Any, **params: Any) -> Any:
     raise FloatingPointError(runtime_token.REPEATED)
 
 
-internals.define_primitive(_region, _region_abstract_eval, False, _region_implementation)
+_region.def_abstract_eval(_region_abstract_eval)
+_region.def_impl(_region_implementation)
 internals.mlir.register_lowering(_region, _region_lowering)
 internals.keep(_region)
 
@@ -206,10 +204,10 @@ _PLAIN = ("in_shardings", "out_shardings", "device", "backend", "abstracted_axes
 
 
 @overload
-def jit(function: "Callable[P, R]", /, **options: "Unpack[JitOptions]") -> "Jitted[P, R]": ...
+def jit(function: F, /, **options: Any) -> F: ...
 @overload
-def jit(**options: "Unpack[JitOptions]") -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
-def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callable[..., Any]:
+def jit(**options: Any) -> Callable[[F], F]: ...
+def jit(function: Any = None, /, **options: Any) -> Any:
     """Compile a function that communicates as `jax.jit` does, at the cost of a call without communication.
 
     Order relative to calls of `jax.jit` and eager operations is kept, in both directions. Under another transformation,
@@ -218,12 +216,11 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
 
     Args:
       function: the function to compile; left out in a decorator with options.
-      **options: options of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`,
-        `keep_unused`, `inline`, `compiler_options`, ...
+      **options: options of `jax.jit`.
 
     Returns:
       The compiled function, with the methods `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`. Type
-      checkers see the parameters and the result of `function`.
+      checkers see `function` itself, without these methods.
 
     Raises:
       Exception: what `jax.jit` and the function raise; an error at run time when the program waits for the result.

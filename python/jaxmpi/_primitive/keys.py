@@ -5,13 +5,11 @@ received words into keys (`_primitive.operation`).
 """
 
 import functools
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmpi._jax import internals
 
@@ -22,7 +20,6 @@ def is_key(x: Any) -> bool:
 
 
 def among(xs: Iterable[Any]) -> bool:
-    """Return whether one of the arrays is of typed keys."""
     return any(map(is_key, xs))
 
 
@@ -45,7 +42,6 @@ def axes(x: Any) -> int:
 
 
 def words_of(impl: str) -> tuple[int, ...]:
-    """Return the shape of the words of one key of an implementation."""
     return tuple(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
 
 
@@ -69,8 +65,3 @@ def like(result: Any, dtype: Any) -> Any:
 def pad(x: Any, pads: Sequence[tuple[int, int]]) -> Any:
     """Pad as `jnp.pad` does, with zeros; keys with keys of zeros."""
     return like(jnp.pad(words(x), [*pads, *[(0, 0)] * axes(x)]), x.dtype)
-
-
-def signature(xs: Iterable[Any]) -> np.uint32:
-    """Return a 32-bit number by which ranks see that their keys are of different implementations."""
-    return np.uint32(zlib.crc32(repr(types(xs)).encode()))

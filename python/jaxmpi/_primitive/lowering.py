@@ -7,7 +7,6 @@ operation maps the buffers that MPI reads; buffers that the core reads on the ho
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -18,25 +17,12 @@ from jaxmpi._jax import internals
 from jaxmpi._mpi import call_sites, tags
 from jaxmpi._mpi.devices import JAX_NAMES
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES, DEVICES, OPERATIONS
-from jaxmpi._primitive import pytrees
 from jaxmpi._primitive.effect import EFFECT, Unsupported
 from jaxmpi._primitive.params import COTANGENT, TANGENT, VALUE, Common
 
 P = TypeVar("P", bound=Common)
 
 
-@dataclass(frozen=True)
-class Passed:
-    """The buffers that one rank passes to the core; each rank has a part in the operation. Host buffers are always
-    passed."""
-
-    operands: bool = True
-    """The operands that MPI reads are passed; otherwise they are templates, too."""
-    results: bool = True
-    """The results that MPI writes are passed; otherwise each of them is the operand of the same number."""
-
-
-ALL = Passed()
 _NAMES_OF_DERIVATIVES = {None: "value", TANGENT: "tangent", COTANGENT: "cotangent", VALUE: "further"}
 _DERIVATIVES = {kind: CONSTANTS["DERIVATIVES"].index(name) for kind, name in _NAMES_OF_DERIVATIVES.items()}
 
@@ -56,10 +42,11 @@ def roles_of(op: Any, operands: int, params: Any) -> list[str]:
 
 def _passed(op: Any, params: Any, operands: int, results: int) -> tuple[list[str], list[str], list[int], list[int]]:
     """Return the roles of operands and of results, and the indices of the buffers that are passed to the core."""
-    buffers, roles = op.passes(params), roles_of(op, operands, params)
-    passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and buffers.operands)]
+    reads, writes = params.on_root or not op.root_sends, params.on_root or not op.root_receives
+    roles = roles_of(op, operands, params)
+    passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and reads)]
     written = OPERATIONS[op.core_name].roles(True, results)
-    filled = [i for i, role in enumerate(written) if role == "host" or buffers.results]
+    filled = [i for i, role in enumerate(written) if role == "host" or writes]
     return roles, written, passed, filled
 
 
@@ -85,7 +72,7 @@ def add_site(op: Any, operands: Sequence[Any], params: Any, site: str) -> None:
 
 def find_site(op: Any, operands: Sequence[Any], params: Any) -> None:
     """Register the line of the program that is being traced."""
-    site = None if op.identity else call_sites.of_traceback(internals.traceback())
+    site = None if op.identity else call_sites.of_traceback(internals.current_source().traceback)
     if site is not None:
         add_site(op, [jax.typeof(x) for x in operands], params, site)
 
@@ -155,7 +142,7 @@ def _attribute(name: str, kind: str, params: Any, from_types: dict[str, Any], dt
         case "derivative":
             return np.int64(_DERIVATIVES[params.derivative])
         case "leaf":
-            return np.int64(pytrees.attribute(params.leaf, params.derivative is not None))
+            return np.int64(params.leaf.value if params.derivative is None else params.leaf.tangent)
     value: Any = from_types[name] if name in from_types else getattr(params, name)
     match kind:
         case "reduction":

@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import jax
-import numpy as np
-from mpi4py import MPI
 
 from jaxmpi._jax import internals, primitives
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._mpi import call_sites, communicators, timeline
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import OPERATIONS
-from jaxmpi._primitive import arguments, effect, keys, lowering, rules
+from jaxmpi._primitive import effect, keys, lowering, rules
 from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.jit import eager
-from jaxmpi._primitive.lowering import ALL, P, Passed
-from jaxmpi._primitive.params import TANGENT, Common, Comparing, Reducing
+from jaxmpi._primitive.lowering import P
+from jaxmpi._primitive.params import TANGENT, Common, Comparing
 
 KNOWN: "list[Operation[Any]]" = []
 """All operations."""
@@ -35,7 +33,7 @@ class Operation(primitives.Primitive, Generic[P]):
     identity = False
     """Whether it is the identity; only the transpose communicates. The core has no operation for it."""
     works_in_place = False
-    """Whether a result may alias the operand of the same number, where `params.in_place` is set and `may_alias`."""
+    """Whether a result may alias the operand of the same number, where `params.in_place` is set."""
     variadic = False
     """Whether it takes any number of arrays."""
     starts = False
@@ -55,16 +53,14 @@ class Operation(primitives.Primitive, Generic[P]):
         """Return how many operands are templates, after the operands that the core has."""
         return 0
 
-    def passes(self, params: P) -> Passed:
-        return ALL
-
-    def may_alias(self, params: P) -> bool:
-        """Return whether the result takes the place of the operand, on this rank, where `params.in_place` is set."""
-        return self.works_in_place
+    root_sends = False
+    """Whether only root passes operands that MPI reads to the core. On other ranks they are templates, too."""
+    root_receives = False
+    """Whether only root passes results to the core. On other ranks each of them is the operand of the same number."""
 
     def aliases(self, operands: int, params: P) -> bool:
         """Return whether results take the place of their operands."""
-        return operands == 1 and self.may_alias(params) and params.in_place  # type: ignore[attr-defined]
+        return operands == 1 and self.works_in_place and params.in_place  # type: ignore[attr-defined]
 
     def static_attributes(self, avals: Sequence[Any], params: P) -> dict[str, Any]:
         """Return the attributes that follow from the types of the operands."""
@@ -106,20 +102,9 @@ class Operation(primitives.Primitive, Generic[P]):
         raise NotImplementedError
 
     def of_batch(self, axis: Any, params: P) -> P:
-        """Return the parameters for a batch."""
         return params
 
-    def batch(self, axis: Any, operands: Sequence[Any], axes: Sequence[Any], params: P) -> tuple[list[Any], list[Any]]:
-        """Return the results, and the positions of their batch axes, where some operands are mapped."""
-        return rules.batch(self, axis, operands, axes, params)
-
-    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any], params: P) -> tuple[list[Any], list[Any]]:
-        """Return the results and their tangents."""
-        return rules.jvp(self, primals, tangents, params)
-
-    def transpose_all(self, cotangents: Sequence[Any], operands: Sequence[Any], params: P) -> list[Any]:
-        """Return the cotangents of all operands; None for each operand in which the operation is not linear."""
-        return rules.transpose_all(self, cotangents, operands, params)
+    batch, jvp, transpose_all = rules.batch, rules.jvp, rules.transpose_all
 
     # --- what follows ---
 
@@ -136,11 +121,8 @@ class Operation(primitives.Primitive, Generic[P]):
             self.adjoint, adjoint.adjoint = adjoint, self
         KNOWN.append(self)
 
-    def __copy__(self) -> "Operation[P]":
-        return self
-
-    def __deepcopy__(self, memo: Any) -> "Operation[P]":
-        return self  # of a request that has it
+    def __reduce__(self) -> str:
+        return self.name  # a copy, of a request that has it, is the operation itself
 
     adjoint: Any
     """The operation whose map is the transpose, if it is another one. The second of the two sets it."""
@@ -181,7 +163,6 @@ class Operation(primitives.Primitive, Generic[P]):
         """
         if keys.among(x for xs in operands for x in xs):
             types = [lowering.types(self, xs, call) for call, xs in zip(params, operands, strict=True)]
-            self.compare_keys(params[0], [x for xs in operands for x in xs])
             words = self.apply_to_leaves(params, [list(map(keys.words, xs)) for xs in operands])
             return [
                 keys.like(y, of_leaf[0].dtype) if of_leaf else None for y, of_leaf in zip(words, types, strict=True)
@@ -192,47 +173,24 @@ class Operation(primitives.Primitive, Generic[P]):
         results = _call(self, params[0].comm, tuple(params), [x for xs in operands for x in xs])
         return results or [None] * len(operands)
 
-    def compare_keys(self, params: P, arrays: Sequence[Any]) -> None:
-        """Raise an error on all ranks, with JAXMPI_CHECK, if their keys are of different implementations. The numbers
-        of words may agree all the same."""
-        if not (communicators.CHECK and keys.among(arrays)):
-            return
-        own = keys.signature(arrays)
-        least, most = ~own, own
-        largest = Reducing(params.comm, arguments.reduction(MPI.MAX, self.core_name))
-        (extremes,) = _agree_p.apply(largest, np.array([least, most], np.uint32))
-        text = arguments.with_calling_line(
-            f"the keys that {self.shown} is called with are not of the same implementations (jax.random.key_impl) "
-            f"on all ranks; here they are {', '.join(str(x.dtype) for x in arrays if keys.is_key(x))}. The call is at"
-        )
-        check_p.apply(Comparing(params.comm, text), extremes[0] != ~extremes[1])
-
 
 def is_ours(primitive: Any) -> bool:
     return isinstance(primitive, Operation)
 
 
-def in_derivative(equation: Any) -> bool:
-    """Return whether an equation is an operation that a derivative communicates."""
-    return is_ours(equation.primitive) and equation.params["call"].derivative is not None
+class OfValues(Operation[P]):
+    """An operation without results. The operands get no cotangents. But the operation has an effect, so it is
+    transposed with the computation around it."""
 
-
-class Check(Operation[Comparing]):
-    """An operation that raises an error if one of several truth values is true on this rank.
-
-    Truth values have no cotangent. But the operation has an effect, so it is transposed with the computation around it.
-    """
-
-    def results(self, avals: Sequence[Any], params: Comparing) -> list[Any]:
+    def results(self, avals: Sequence[Any], params: P) -> list[Any]:
         return []
 
-    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any], params: Comparing) -> list[Any]:
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any], params: P) -> list[Any]:
         return []
 
 
-check_p = Check("check")
-_agree_p: Operation[Reducing] = Operation("allreduce")
-"""The reduction of numbers by which ranks see whether they agree. It has no derivative."""
+check_p: Operation[Comparing] = OfValues("check")
+"""An operation that raises an error if one of several truth values is true on this rank."""
 
 
 # --- eager calls -----------------------------------------------------------------------------------------------------
@@ -261,7 +219,6 @@ def _report_line(primitive: Operation[Any], params: Any, operands: Sequence[Any]
 
 
 def _each_of(params: Any, operands: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
-    """Return the parameters and operands of each operation of an eager program."""
     if type(params) is not tuple:
         return [(params, operands)]
     width = len(operands) // len(params)
@@ -297,5 +254,4 @@ def _finds_programs_of(comm: Communicator) -> Callable[..., Any]:
 
 
 def eager_programs() -> int:
-    """Return how many programs of eager calls are kept."""
     return sum(comm.programs.cache_info().currsize for comm in communicators.known() if comm.programs is not None)

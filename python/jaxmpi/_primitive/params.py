@@ -14,7 +14,7 @@ from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.plans import Plan
 from jaxmpi._mpi.strings import Text
 from jaxmpi._primitive.arguments import Reduction, Status
-from jaxmpi._primitive.pytrees import Leaf
+from jaxmpi._primitive.pytrees import ALONE, Leaf
 
 TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
 """What an operation in a derivative communicates. VALUE: a tangent or cotangent whose operation is differentiated
@@ -35,6 +35,10 @@ class Common:
     """TANGENT, COTANGENT or VALUE; None in the function itself."""
     batch: tuple[int, ...] = field(default=(), kw_only=True)
     """The sizes of the batches that `jax.vmap` has made of a started operation; empty for all other operations."""
+    leaf: Leaf = field(default=ALONE, kw_only=True)
+    """The place of an array of a pytree whose arrays are received one by one: see `pytrees`."""
+    status: Status | None = field(default=None, kw_only=True)
+    """Where the operation writes the status of the message that it receives."""
     _key: tuple[Any, ...] = field(init=False, compare=False)
     _hash: int = field(init=False, compare=False)
 
@@ -58,6 +62,11 @@ class Common:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join([repr(self.comm), *self.facts()])})"
 
+    @property
+    def on_root(self) -> bool:
+        """Whether this rank is the root, if the operation has one."""
+        return self.comm.rank == getattr(self, "root", None)
+
     def values(self) -> tuple[Any, ...]:
         return self._key
 
@@ -77,7 +86,7 @@ class Common:
 
     def linear(self: Self) -> Self:
         """Return parameters for the operation on tangents."""
-        return dataclasses.replace(self, derivative=TANGENT)
+        return dataclasses.replace(self, derivative=TANGENT, status=None)
 
 
 @functools.cache
@@ -95,22 +104,14 @@ def kept(kind: Callable[A, T]) -> Callable[A, T]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rooted(Common):
-    """A collective with a root."""
-
     root: int
     in_place: bool = field(default=False, kw_only=True)
     """Whether results may alias the first operands, where the operation can work in place. `jit` sets it where it
     knows what is needed afterwards."""
 
-    @property
-    def on_root(self) -> bool:
-        return self.comm.rank == self.root
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reducing(Common):
-    """A reduction."""
-
     op: Reduction
     in_place: bool = field(default=True, kw_only=True)
     """As in `Rooted`."""
@@ -125,24 +126,16 @@ class ReducingTo(Reducing):
 
     root: int
 
-    @property
-    def on_root(self) -> bool:
-        return self.comm.rank == self.root
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Divided(Common):
-    """A collective of an array that is divided among the ranks along attribute first axis."""
+    """A collective of an array that is divided among the ranks along the first axis."""
 
     rows: int
     """The number of rows of the result."""
     root: int | None = field(default=None, kw_only=True)
-    op: Reduction | None = field(default=None, kw_only=True)
-    leaf: Leaf | None = field(default=None, kw_only=True)
-
-    @property
-    def on_root(self) -> bool:
-        return self.comm.rank == self.root
+    op: Any = field(default=None, kw_only=True)
+    """The `Reduction`, if there is one."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -151,20 +144,12 @@ class Sending(Common):
 
     dest: int
     tag: int
-    leaf: Leaf | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Receiving(Common):
-    """A message that is received."""
-
     source: int
     tag: int
-    status: Status | None = field(default=None, kw_only=True)
-    leaf: Leaf | None = field(default=None, kw_only=True)
-
-    def linear(self) -> "Receiving":
-        return dataclasses.replace(self, derivative=TANGENT, status=None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -175,11 +160,6 @@ class Exchanging(Common):
     dest: int
     sendtag: int
     recvtag: int
-    status: Status | None = field(default=None, kw_only=True)
-    leaf: Leaf | None = field(default=None, kw_only=True)
-
-    def linear(self) -> "Exchanging":
-        return dataclasses.replace(self, derivative=TANGENT, status=None)
 
 
 class Pattern(Protocol):
@@ -191,10 +171,12 @@ class Pattern(Protocol):
     @property
     def aliases(self) -> bool:
         """Whether results take the place of the operands."""
+        return False
 
     @property
     def why_not_differentiable(self) -> str:
         """A text: why no derivative can be taken. It is empty if one can be taken."""
+        return ""
 
     def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Any, ...], adjoint: bool) -> Plan:
         """Return the plan of a rank. `per_array` has what the pattern needs to know about each array."""
@@ -207,15 +189,15 @@ class Pattern(Protocol):
 
     def linear(self, per_array: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `per_array` for the linear part of the operation."""
+        return per_array
 
     def behind(self, place: Any, axes: int) -> Any:
         """Return `place` for an array that has `axes` more axes, behind the others."""
+        return place
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Planned(Common):
-    """An operation by a plan (`_mpi.plans`)."""
-
     pattern: Pattern
     per_array: tuple[Any, ...]
     adjoint: bool
@@ -225,8 +207,6 @@ class Planned(Common):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Waiting(Common):
-    """A wait."""
-
     started: tuple[Any, ...]
     """The operations that the requests stand for: `_operations.requests.Started`."""
     needed: bool = field(default=False, kw_only=True)

@@ -5,6 +5,7 @@ or a later receive would get it, without a word. So each operation carries a pos
 The core drops what does not fit, and keeps the error until the last leaf (csrc/core/failure.h).
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,19 +34,27 @@ class Leaf(NamedTuple):
         return Leaf(self.value, other.get(self.cotangent, self.cotangent), other.get(self.tangent, self.tangent))
 
 
-def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf | None]:
+ALONE = Leaf(_ALONE, _ALONE, _ALONE)
+
+
+def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf]:
     """Return the place of each operation, by what it receives and what it sends; either may be empty.
 
     If only one side of an exchange has derivatives, these are a single message, which is alone.
     """
     count = max(len(received), len(sent))
     if count < 2:
-        return [None] * count
+        return [ALONE] * count
     sides = [[internals.inexact(x) for x in side] for side in (received, sent)]
     if all(sides):
         sides = [[all(pair) for pair in zip(*sides, strict=True)]] * 2
     by_kind = [_among(side or [False] * count) for side in ([True] * count, *sides)]
     return [Leaf(*place) for place in zip(*by_kind, strict=True)]
+
+
+def of_each(params: Any, received: Sequence[Any], sent: Sequence[Any]) -> list[Any]:
+    """Return the parameters of the operation on each leaf."""
+    return [dataclasses.replace(params, leaf=leaf) for leaf in places(received, sent)]
 
 
 def _among(chosen: Sequence[bool]) -> list[int]:
@@ -56,14 +65,3 @@ def _among(chosen: Sequence[bool]) -> list[int]:
             result[i] = _MIDDLE
         result[which[0]], result[which[-1]] = _FIRST, _LAST
     return result
-
-
-def reverse(leaf: Leaf | None) -> Leaf | None:
-    return None if leaf is None else leaf.reverse()
-
-
-def attribute(leaf: Leaf | None, in_derivative: bool) -> int:
-    """Return the place, as the core reads it."""
-    if leaf is None:
-        return _ALONE
-    return leaf.tangent if in_derivative else leaf.value

@@ -40,7 +40,8 @@ def define(op: Any, transposed: bool) -> None:
         effect.check()
         return op.transpose_all(cotangents, operands, call)
 
-    internals.define_primitive(op, evaluate, True, op.execute)
+    op.def_effectful_abstract_eval(evaluate)
+    op.def_impl(op.execute)
     internals.batching.fancy_primitive_batchers[op] = batch
     internals.ad.primitive_jvps[op] = jvp
     if transposed:
@@ -78,18 +79,13 @@ def batch(op: Any, axis: Any, operands: Sequence[Any], axes: Sequence[Any], para
     return results, [result_at] * len(results)
 
 
-def _linear_in(op: Any, roles: Sequence[str], operands: Sequence[Any]) -> list[int]:
-    """Return the indices of the operands with tangents: operands that MPI reads, or else the templates."""
-    role = "mpi" if "mpi" in roles else "template"
-    return [i for i in internals.inexact_among(operands) if roles[i] == role]
-
-
 def jvp(op: Any, primals: Sequence[Any], tangents: Sequence[Any], params: Any) -> tuple[list[Any], list[Any]]:
     """Return the results and their tangents."""
     roles = lowering.roles_of(op, len(primals), params)
     inexact = [internals.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
     some = op.some_differentiable and any(inexact) and not all(inexact)
-    linear = [] if some else _linear_in(op, roles, primals)
+    role = "mpi" if "mpi" in roles else "template"  # of the operands with tangents
+    linear = [] if some else [i for i in internals.inexact_among(primals) if roles[i] == role]
     if linear and (why_not := op.why_not_differentiable(params)):
         raise Unsupported(f"{op.shown} cannot be differentiated: {why_not}")
     params = params.in_derivative()
