@@ -12,7 +12,6 @@ differentiated, batched and compiled. All ranks of the grid call them.
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +34,6 @@ _TRANSFORMED = ("float32", "float64", "complex64", "complex128")
 _KINDS = ("fft", "dct", "dst")
 
 _NORMS = (None, "backward", "ortho", "forward")
-
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Bytes of memory in this machine."""
 
 
 @dataclass(frozen=True)
@@ -144,12 +140,6 @@ class Transform(Local):
         """The division of arrays without padding."""
         self.physical_grid = _resized(grid, self._points)
         """The division of the arrays that `forward` takes and `backward` returns. Without padding this is `grid`."""
-        nbytes = math.prod(map(max, self.physical_grid._layout.blocks)) * np.dtype(np.complex64).itemsize
-        if self._padded and nbytes > _MEMORY:
-            raise ValueError(
-                f"{function}: pad is {pad!r:.60}. Arrays of {self.physical_grid.global_shape} points do not fit in "
-                "this machine's memory. Pass a smaller number, such as 3/2."
-            )
         self._steps = self._plan(function)
         self._last = self._steps[-1].result
         sizes = {axis: self._modes(axis) for axis in self._axes}
@@ -447,7 +437,7 @@ def _factors(pad: Any, count: int) -> list[float]:
         is_number = isinstance(factor, int | float | np.integer | np.floating) and not isinstance(factor, bool)
         if not is_number or not 1 <= factor < math.inf:
             raise ValueError(f"Transform: pad is {pad!r}. Pass a number from 1 on, such as 3/2, or one for each axis.")
-    return [min(factor, _MEMORY) for factor in factors]
+    return factors
 
 
 # --- single calls ----------------------------------------------------------------------------------------------------

@@ -374,7 +374,7 @@ def agree() -> None:
     channel = handle_of(_default.channel) if _default.calls else 0
     _core.configure(check=CHECK, labels=_default.labels, channel=channel)
     os.register_at_fork(after_in_child=_in_child_of_fork)
-    timeline.begin(LIBRARY.version, _default.job)
+    timeline.begin(LIBRARY.version, _default.job())
 
 
 def _check_spares() -> None:
