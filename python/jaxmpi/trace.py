@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         ranks = files.read(options.folder, options.job)
     except (ValueError, OSError) as error:
-        sys.exit(_shown(f"jaxmpi.trace: {error}"))
+        sys.exit("\n".join(map(report.printable, f"jaxmpi.trace: {error}".split("\n"))))
     if not any(rank.events for rank in ranks):
         sys.exit(f"jaxmpi.trace: no operation was executed in the job of {options.folder}")
     matched = matching.match(ranks)
@@ -66,11 +66,6 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n".join(map(report.printable, [*tables, *written])), flush=True)
     if problem:
         sys.exit(report.printable(problem))
-
-
-def _shown(text: str) -> str:
-    """Make a text of several lines printable. Names in it may hold characters that a terminal would obey."""
-    return "\n".join(map(report.printable, text.split("\n")))
 
 
 @contextlib.contextmanager

@@ -248,7 +248,7 @@ def _ready_jax(devices: str, collectives: str) -> None:
 
     def before() -> None:
         if collectives == "mpi":
-            sharded_state.offer(accelerators.core_file())
+            sharded_state.offer()
 
     def after(jax: types.ModuleType) -> None:
         accelerators.take(jax.config, devices == "rank")

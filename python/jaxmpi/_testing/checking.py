@@ -96,7 +96,7 @@ class Check:
         longest = precision.step if eps is None else eps
         self._steps = longest, longest / SHORTER
         self._differences: dict[int, Derivative] = {}
-        self._derivatives = _forward(point) if forward else [*map(self._by_differences, range(len(self._names)))]
+        self._derivatives = point.forward() if forward else [*map(self._by_differences, range(len(self._names)))]
         if atol is None:
             largest = max(max(d.size, abs(d.value)) for d in self._derivatives)
             atol = precision.eps * (10 * largest + point.at.size)
@@ -177,18 +177,6 @@ class Check:
                     f"check_grads: inconclusive. In a random direction of {name} differences are {number(d.value)}, "
                     f"and may be off by\n{number(3 * d.error)}: try eps, jax_enable_x64, or forward mode."
                 )
-
-
-def _forward(point: Point) -> list[Derivative]:
-    try:
-        return point.forward()
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "check_grads: f has no forward mode. Pass modes=('rev',), which compares reverse mode with differences. "
-            f"{error}"
-        ) from error
 
 
 _WHAT = "Derivatives in a random direction of each argument:"
