@@ -79,6 +79,9 @@ class Transform(Local):
       TypeError: an argument is of the wrong type. On this rank; nothing is sent.
     """
 
+    _function = "Transform"
+    """The name of the function that the user has called."""
+
     def __init__(
         self,
         grid: Grid,
@@ -90,20 +93,7 @@ class Transform(Local):
         pad: float | Sequence[float] | None = None,
         natural: bool = False,
     ):
-        self._make("Transform", grid, axes, real, norm, kind, pad, natural)
-
-    def _make(
-        self,
-        function: str,
-        grid: Grid,
-        axes: Sequence[int] | int | None,
-        real: bool,
-        norm: str | None,
-        kind: str | Sequence[str],
-        pad: float | Sequence[float] | None,
-        natural: bool,
-    ) -> None:
-        """Make the transform. `function`: the name of the function that the user has called."""
+        function = self._function
         if not isinstance(grid, Grid):
             raise TypeError(f"{function}: grid must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
         grid._need_shape(function)
@@ -447,7 +437,8 @@ def _single(
     function: str, grid: Grid, axes: Sequence[int] | int | None, real: bool, norm: str | None, kind: str = "fft"
 ) -> Transform:
     transform = object.__new__(Transform)
-    transform._make(function, grid, axes, real, norm, kind, None, True)
+    transform._function = function
+    transform.__init__(grid, axes, real=real, norm=norm, kind=kind, natural=True)  # type: ignore[misc]
     return transform
 
 

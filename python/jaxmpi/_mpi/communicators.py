@@ -403,7 +403,6 @@ def default() -> Communicator:
 
 
 def replace_default(comm: MPI.Comm) -> None:
-    """Make this the communicator of calls without `comm` from now on."""
     _default.replace(comm)
 
 
@@ -426,7 +425,6 @@ def is_spare() -> bool:
 
 
 def has_spares(comm: MPI.Comm) -> bool:
-    """Return whether ranks of a communicator are spare."""
     return _pool is not None and _pool.meets(comm)
 
 
