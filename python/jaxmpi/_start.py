@@ -93,11 +93,12 @@ def finish() -> None:
     if the failure of an operation has not been reported yet. Does nothing if the core has not been bound."""
     if not _bound:
         return
-    from jaxmpi._mpi import library, timeline
+    from jaxmpi._core import close_timeline
+    from jaxmpi._mpi import library
 
     with contextlib.ExitStack() as steps:  # the last comes first; each is taken, though one before it has raised
         steps.callback(library.raise_failure)
-        steps.callback(timeline.end)
+        steps.callback(close_timeline)
         steps.callback(library.release)
         library.wait_for_computations()
 

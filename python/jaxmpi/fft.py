@@ -12,7 +12,6 @@ differentiated, batched and compiled. All ranks of the grid call them.
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +34,6 @@ _TRANSFORMED = ("float32", "float64", "complex64", "complex128")
 _KINDS = ("fft", "dct", "dst")
 
 _NORMS = (None, "backward", "ortho", "forward")
-
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Bytes of memory in this machine."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,9 @@ class Transform(Local):
       TypeError: an argument is of the wrong type. On this rank; nothing is sent.
     """
 
+    _function = "Transform"
+    """The name of the function that the user has called."""
+
     def __init__(
         self,
         grid: Grid,
@@ -94,20 +93,7 @@ class Transform(Local):
         pad: float | Sequence[float] | None = None,
         natural: bool = False,
     ):
-        self._make("Transform", grid, axes, real, norm, kind, pad, natural)
-
-    def _make(
-        self,
-        function: str,
-        grid: Grid,
-        axes: Sequence[int] | int | None,
-        real: bool,
-        norm: str | None,
-        kind: str | Sequence[str],
-        pad: float | Sequence[float] | None,
-        natural: bool,
-    ) -> None:
-        """Make the transform. `function`: the name of the function that the user has called."""
+        function = self._function
         if not isinstance(grid, Grid):
             raise TypeError(f"{function}: grid must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
         grid._need_shape(function)
@@ -144,12 +130,6 @@ class Transform(Local):
         """The division of arrays without padding."""
         self.physical_grid = _resized(grid, self._points)
         """The division of the arrays that `forward` takes and `backward` returns. Without padding this is `grid`."""
-        nbytes = math.prod(map(max, self.physical_grid._layout.blocks)) * np.dtype(np.complex64).itemsize
-        if self._padded and nbytes > _MEMORY:
-            raise ValueError(
-                f"{function}: pad is {pad!r:.60}. Arrays of {self.physical_grid.global_shape} points do not fit in "
-                "this machine's memory. Pass a smaller number, such as 3/2."
-            )
         self._steps = self._plan(function)
         self._last = self._steps[-1].result
         sizes = {axis: self._modes(axis) for axis in self._axes}
@@ -447,7 +427,7 @@ def _factors(pad: Any, count: int) -> list[float]:
         is_number = isinstance(factor, int | float | np.integer | np.floating) and not isinstance(factor, bool)
         if not is_number or not 1 <= factor < math.inf:
             raise ValueError(f"Transform: pad is {pad!r}. Pass a number from 1 on, such as 3/2, or one for each axis.")
-    return [min(factor, _MEMORY) for factor in factors]
+    return factors
 
 
 # --- single calls ----------------------------------------------------------------------------------------------------
@@ -457,7 +437,8 @@ def _single(
     function: str, grid: Grid, axes: Sequence[int] | int | None, real: bool, norm: str | None, kind: str = "fft"
 ) -> Transform:
     transform = object.__new__(Transform)
-    transform._make(function, grid, axes, real, norm, kind, None, True)
+    transform._function = function
+    transform.__init__(grid, axes, real=real, norm=norm, kind=kind, natural=True)  # type: ignore[misc]
     return transform
 
 

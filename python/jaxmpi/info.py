@@ -23,12 +23,7 @@ def facts() -> Iterator[tuple[str, str]]:
     from jaxmpi._mpi.library import MPI
     from jaxmpi._primitive import operation
 
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
+    levels = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
     yield "MPI", " ".join(library.LIBRARY.version.split())
     yield "MPI library", library.LIBRARY.path
     yield "ABI copy", f"{library.LIBRARY.abi} (in {_core.__file__})"

@@ -1,8 +1,10 @@
 """Start a JAX program on several ranks: `python -m jaxmpi.run -n 4 script.py [arguments]`."""
 
-from jaxmpi_launch.command import main, run_and_exit
+import sys
+
+from jaxmpi_launch.command import main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    run_and_exit()
+    sys.exit(main())

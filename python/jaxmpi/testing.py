@@ -34,8 +34,7 @@ def check_grads(
     random direction of each array among `args`. The arrays of all ranks together are the arguments of one function.
     Forward mode needs no `replicate` and no `invariant`, but reverse mode depends on them. If one is missing or one is
     too many, the two modes differ, on two or more ranks whose data differ. The error names the arguments whose
-    derivatives differ, and the factor between them if it is a simple one. Rank 0 reports on stderr if it takes longer
-    than ten seconds.
+    derivatives differ, and the factor between them if it is a simple one.
 
     Args:
       f: a function of arrays and pytrees, jitted or not, called as `f(*args)`. It is called about a dozen times, and

@@ -1,23 +1,22 @@
 """Where the time of a job went: `python -m jaxmpi.trace FOLDER`, after a run with JAXMPI_TRACE=FOLDER.
 
 Reads the timelines of all ranks and brings their clocks together. For each operation and line of the program it prints
-how long the ranks were in it, and how much of this time they waited for others. Writes three files into the folder:
-`timeline.json` of all ranks, for ui.perfetto.dev, and the pictures `timeline.png` and `messages.png`. Needs no MPI.
+how long the ranks were in it, and how much of this time they waited for others. Writes `timeline.json` of all ranks,
+for ui.perfetto.dev, into the folder. Needs no MPI.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from jaxmpi._trace import clocks, files, matching, pictures, report
+from jaxmpi._trace import clocks, files, matching, report
 
 
 def _tables(ranks: list[files.Rank], matched: matching.Matched, top: int) -> Iterator[str]:
@@ -43,58 +42,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--job", default="", metavar="NAME", help="if the folder has several jobs: the name, or how it begins"
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files are written (default: the folder)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the file is written (default: the folder)")
     parser.add_argument("--top", type=int, default=15, metavar="N", help="rows of a table, at most (default: 15)")
-    parser.add_argument("--no-pictures", action="store_true", help="tables only")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head`
     try:
         ranks = files.read(options.folder, options.job)
     except (ValueError, OSError) as error:
-        sys.exit(_shown(f"jaxmpi.trace: {error}"))
+        sys.exit("\n".join(map(report.printable, f"jaxmpi.trace: {error}".split("\n"))))
     if not any(rank.events for rank in ranks):
         sys.exit(f"jaxmpi.trace: no operation was executed in the job of {options.folder}")
     matched = matching.match(ranks)
     tables = list(_tables(ranks, matched, options.top))
-    notes, problems = _write(options, ranks, matched)  # before anything is printed, because `head` may end the program
+    path, problem = (options.output or options.folder) / "timeline.json", ""
+    try:  # before anything is printed, because `head` may end the program
+        with _whole(path) as file:
+            report.merge(file, ranks, matched)
+    except OSError as error:
+        problem = f"jaxmpi.trace: {path} cannot be written: {error.strerror or error}. --output names another folder"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold anything
-    print("\n".join(map(report.printable, [*tables, "", *notes])), flush=True)
-    if problems:
-        sys.exit("\n".join(report.printable(f"jaxmpi.trace: {problem}") for problem in problems))
-
-
-def _shown(text: str) -> str:
-    """Make a text of several lines printable. Names in it may hold characters that a terminal would obey."""
-    return "\n".join(map(report.printable, text.split("\n")))
-
-
-def _write(
-    options: argparse.Namespace, ranks: list[files.Rank], matched: matching.Matched
-) -> tuple[list[str], list[str]]:
-    """Write the files. Return notes about them for the user, and the problems."""
-    notes, problems, written = [], [], []
-    folder = options.output or options.folder
-    to_write: dict[str, Callable[[IO[bytes]], None]] = {
-        "timeline.json": lambda file: report.merge(file, ranks, matched),
-        "timeline.png": lambda file: pictures.timeline(file, ranks),
-        "messages.png": lambda file: pictures.matrix(file, ranks, matched.messages),
-    }
-    if options.no_pictures or importlib.util.find_spec("matplotlib") is None:
-        to_write = {"timeline.json": to_write["timeline.json"]}
-        if not options.no_pictures:
-            notes.append("No pictures: they need matplotlib (pip install matplotlib).")
-    for name, write in to_write.items():
-        path = folder / name
-        try:
-            with _whole(path) as file:
-                write(file)
-            written.append(str(path))
-        except OSError as error:
-            problems.append(f"{path} cannot be written: {error.strerror or error}. --output names another folder")
-    if written:
-        notes.append(f"Written: {', '.join(written)}")
-    return notes, problems
+    written = [] if problem else ["", f"Written: {path}"]
+    print("\n".join(map(report.printable, [*tables, *written])), flush=True)
+    if problem:
+        sys.exit(report.printable(problem))
 
 
 @contextlib.contextmanager

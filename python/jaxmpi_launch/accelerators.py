@@ -37,26 +37,12 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _tasks(text: str, node: int | None) -> int | None:
-    """Return the count of a node in a list like Slurm's '4(x2),3'; without `node` the count that all nodes have."""
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        if not count.isdecimal() or not (times or "1").isdecimal():
-            return None
-        counts += [int(count)] * int(times or 1)
-    if node is not None and node < len(counts):
-        return counts[node]
-    return counts[0] if len(set(counts)) == 1 else None
-
-
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
     """Return the number of this rank on its machine, and how many ranks run there; None where no variable says it."""
     for rank_name, size_name in LAUNCHERS:
         rank = _number(environment.get(rank_name))
         if rank is not None:
-            size = environment.get(size_name, "") if size_name is not None else ""
-            return rank, _tasks(size, _number(environment.get("SLURM_NODEID")) if "SLURM" in rank_name else None)
+            return rank, _number(environment.get(size_name)) if size_name is not None else None
     return None
 
 

@@ -11,7 +11,6 @@ import functools
 import importlib.machinery
 import io
 import os
-import re
 import runpy
 import signal
 import stat
@@ -22,32 +21,18 @@ import time
 import traceback
 import types
 import zipfile
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxmpi_launch import accelerators, before_jax, sharded_state, stand_ins, stdin
 from jaxmpi_launch.folder import VARIABLE, Folder
 
 
-def _own_frames(trace: Any) -> Any:
-    """Return the traceback from the program's first frame to the last one, without the frames of this file."""
-    own = (__file__, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
-        trace = trace.tb_next
-    frame = trace
-    while frame is not None and frame.tb_next is not None:
-        if frame.tb_next.tb_frame.f_code.co_filename == __file__:
-            frame.tb_next = None
-        frame = frame.tb_next
-    return trace
-
-
 def _formatted(error: BaseException) -> list[str]:
     """Return the lines of an exception and its causes, from the program's first frame on."""
-    seen: list[BaseException | None] = [error]
-    while (last := seen[-1]) is not None and last not in seen[:-1]:
-        seen.append(last.with_traceback(_own_frames(last.__traceback__)).__cause__ or last.__context__)
-    return traceback.format_exception(type(error), error, error.__traceback__)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return traceback.format_exception(type(error), error, trace)
 
 
 _process = os.getpid()
@@ -86,14 +71,10 @@ def _wait_for_launcher() -> None:
     end = time.monotonic() + 5
     for output in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
-            while stat.S_ISFIFO(os.fstat(output).st_mode) and _unread(output) and time.monotonic() < end:
+            is_pipe = stat.S_ISFIFO(os.fstat(output).st_mode)
+            while is_pipe and any(fcntl.ioctl(output, termios.FIONREAD, bytes(4))) and time.monotonic() < end:
                 time.sleep(0.01)
     time.sleep(0.3)
-
-
-def _unread(pipe: int) -> int:
-    """Return how many bytes are in a pipe."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 _MOST_OF_REASON = 1000
@@ -166,32 +147,16 @@ def _abort_before_mpi(code: int) -> None:
         time.sleep(_GRACE_SECONDS)  # to be ended with the others, and not to be taken for a rank that has crashed
 
 
-_OPTIONS = {
-    "mpi4jax": "--as mpi4jax (--as mpi4jax-token if it is written for mpi4jax up to 0.7)",
-    "mpi4jax.experimental": "--as mpi4jax-token",
-    "jpi": "--as jpi",
-}
-"""Options for a program that imports a package that is not installed."""
-
-
 def _fail(error: BaseException, where: str = "") -> NoReturn:
     """Report an exception that the program has not caught, and end the job."""
-    name, lines, more = f" on rank {_rank}" if _rank is not None else "", [f"{type(error).__name__}\n"], ""
-    untold = ""
+    name, lines, untold = " in a process that a rank has forked", [f"{type(error).__name__}\n"], ""
     with contextlib.suppress(Exception):
         lines = _formatted(error)
-    with contextlib.suppress(Exception):
-        if (mpi := _mpi_if_running()) is not None and os.getpid() == _process:
-            name = f" on rank {mpi.COMM_WORLD.rank}"
+    if os.getpid() == _process:
+        name = "" if (number := _number()) is None else f" on rank {number}"
+        with contextlib.suppress(Exception):
             untold = _untold()
-    if os.getpid() != _process:
-        name = " in a process that a rank has forked"
-    if isinstance(error, ModuleNotFoundError) and (option := _OPTIONS.get(error.name or "")):
-        more = f"jaxmpi.run: with jaxmpi in its place: {option}, before the program\n"
-    with contextlib.suppress(Exception):
-        if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
-            more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
-    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}{untold}"
+    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{untold}"
     _tell(text)
     _end(1, _first_line(untold or _said_by(error)))
 
@@ -233,18 +198,6 @@ def _exit_at_once(status: int) -> NoReturn:
 
 # The name of the original, so that pickle finds it: a program may pass it to a process.
 _exit_at_once.__module__, _exit_at_once.__name__, _exit_at_once.__qualname__ = "os", "_exit", "_exit"
-
-
-def _goes_on(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of `os` by which the program goes on as another one, which reports no end to the launcher."""
-
-    @functools.wraps(execute)
-    def go_on(*arguments: Any) -> Any:
-        if os.getpid() == _process:
-            _say("began", "it goes on as another program")
-        return execute(*arguments)
-
-    return go_on
 
 
 def _status(code: object) -> int:
@@ -295,7 +248,7 @@ def _ready_jax(devices: str, collectives: str) -> None:
 
     def before() -> None:
         if collectives == "mpi":
-            sharded_state.offer(accelerators.core_file())
+            sharded_state.offer()
 
     def after(jax: types.ModuleType) -> None:
         accelerators.take(jax.config, devices == "rank")
@@ -407,16 +360,8 @@ def _untold() -> str:
     return f"jaxmpi.run: before that an operation had failed: {failure}\n" if failure else ""
 
 
-def _show_hidden() -> None:
-    """Give the variables that were hidden from mpiexec their names back: `mpiexec.without_scheduler`."""
-    prefix = "JAXMPI_HIDDEN_"
-    for name in [name for name in os.environ if name.startswith(prefix)]:
-        os.environ[name.removeprefix(prefix)] = os.environ.pop(name)
-
-
 def main() -> None:
     global _survives, _folder
-    _show_hidden()
     arguments = sys.argv[1:]
     if arguments[0] == "--survive":
         _survives, arguments = True, arguments[1:]
@@ -436,7 +381,6 @@ def main() -> None:
         _Interrupts()
     threading.excepthook = _fail_in_thread
     os._exit = _exit_at_once
-    os.execv, os.execve = _goes_on(os.execv), _goes_on(os.execve)
     try:
         _run(arguments)
     except SystemExit as stop:

@@ -17,7 +17,6 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxmpi_launch import mpiexec as mpi
 from jaxmpi_launch import parent, stand_ins, versions, written_for
@@ -30,14 +29,6 @@ SIGNALS = "OMPI_MCA_opal_signal"
 allocating memory. In a job that goes on without the rank, the rank must die."""
 OF_A_JOB = (*parent.VARIABLES, SPARES, "JAXMPI_STARTED_BY_RANK")
 """Variables of one job. A job that a rank starts must not inherit them."""
-
-
-class _ShowVersion(argparse.Action):
-    """Looks the version up only when it is asked for: each start would pay for it."""
-
-    def __call__(self, parser: Any, *_: Any) -> None:
-        print(f"jaxmpi {versions.shown('jaxmpi')}")
-        parser.exit()
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -99,7 +90,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command, with the variables that it sets, and do not run it"
     )
-    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show program's version number and exit")
+    parser.add_argument("--version", action="version", version=f"jaxmpi {versions.shown('jaxmpi')}")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("-m", dest="kind", action="store_const", const="-m", help="the program is a module")
     kinds.add_argument("-c", dest="kind", action="store_const", const="-c", help="the program is this text")
@@ -178,8 +169,6 @@ def main(arguments: list[str] | None = None) -> int:
     ranks = options.ranks + options.spare
     mpi.check_scheduler(os.environ, ranks, options.mpiexec_args is not None)
     kind = mpi.flavour(mpiexec)
-    if options.survive:
-        mpi.check_survival(mpiexec, kind)
     # As many ranks as -n says compute at the same time: with spare ones they may not be bound to their shares.
     cores = mpi.physical_cores()
     share = cores // (options.ranks_per_node or options.ranks)
@@ -189,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
         variables[SIGNALS] = ""
     if options.spare:
         variables[SPARES] = str(options.spare)
-    environment = dict(os.environ) if options.mpiexec_args is not None else mpi.without_scheduler(os.environ)
+    environment = dict(os.environ)
     several = options.mpiexec_args is not None or mpi.names_other_machines(environment)
     if options.dry_run:
         changed = [f"{name}={value}" for name, value in sorted(variables.items())]
@@ -197,18 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.mpiexec_args is None:
         mpi.warn_of_little_memory(ranks)
-    if kind == "openmpi":
-        variables.update(mpi.home(environment))
     job = parent.Job(ranks, several, options.survive, options.spare)
     variables.update(job.variables)
     words = command(options, mpiexec, kind, bound, variables, several)
     environment = {name: value for name, value in environment.items() if name not in OF_A_JOB}  # of one around it
     return job.run([shutil.which(mpiexec) or mpiexec, *words[1:]], {**environment, **variables})
-
-
-def run_and_exit() -> None:
-    """Run the job, and end with its status at once: the interpreter's own end takes longer."""
-    status = main()
-    if sys.stdout is not None:  # which may be closed
-        sys.stdout.flush()
-    os._exit(status)

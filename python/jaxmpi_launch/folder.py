@@ -88,12 +88,9 @@ class Folder:
         with contextlib.suppress(BlockingIOError):
             os.read(self._bell, 100)
 
-    def draft(self, name: str) -> str:
-        return os.path.join(self.path, f"{name}.{os.getpid()}.{threading.get_ident()}.draft")
-
     def write(self, name: str, text: str) -> None:
         """Write a file at once and whole, in the place of an older one."""
-        draft = self.draft(name)
+        draft = os.path.join(self.path, f"{name}.{os.getpid()}.{threading.get_ident()}.draft")
         with open(draft, "x", errors="replace") as file:  # never through a link
             file.write(text)
         os.rename(draft, os.path.join(self.path, name))

@@ -19,6 +19,7 @@ Ranks on other machines leave no files: they report on stderr alone.
 """
 
 import os
+import re
 import select
 import time
 from collections.abc import Callable
@@ -27,8 +28,6 @@ from jaxmpi_launch.folder import Folder
 
 _ANSWER_SECONDS = 2.5
 """The time in which ranks answer: their watch looks once a second."""
-_GATHER_SECONDS = 0.25
-"""Ranks that wait for the same reason report at about the same time."""
 _LEAST_WAIT_SECONDS = 2.0
 """A rank that waits as long for one that has ended most likely waits for ever."""
 _END_SECONDS = 20.0
@@ -52,7 +51,7 @@ class Monitor:
         self._known: set[int] = set()  # ranks that have ended, and have caused a question
         self._patience = _LEAST_WAIT_SECONDS
         self._last, self._question = "", 0
-        self._asked = self._due = 0.0  # since when answers are awaited, or when the ranks are to be asked; 0: never
+        self._asked = 0.0  # since when answers are awaited; 0: none are
         self._reported = False
         self._ended_at = self._aborted_at = self._signalled_at = time.monotonic()
 
@@ -78,16 +77,12 @@ class Monitor:
         self._reported = bool(files["report"])
         if not ended - self._known or ended >= set(files["began"]):
             self._ended_at = now
-        if not self._reported and now - self._ended_at <= self._patience:
-            self._due = 0.0
-        elif not self._due:
-            self._due = now + _GATHER_SECONDS
-        elif now >= self._due:
+        if self._reported or now - self._ended_at > self._patience:
             self._question += 1
             folder.clear("state")
             folder.write("ask", str(self._question))
             folder.ring()
-            self._due, self._asked = 0.0, now
+            self._asked = now
         return ""
 
     def end(self, signalled: bool) -> None:
@@ -117,7 +112,8 @@ class Monitor:
         else:  # some may wait later
             self._patience *= 2
         folder.clear("report")
-        text, lines = _text(table)
+        text = _text(table)
+        lines = re.sub(r", \S+ s so far$", "", text, flags=re.MULTILINE)
         if lines != self._last and (self._reported or waiting):
             self._last = lines
             self._say(text)
@@ -192,8 +188,8 @@ def ready(files: list[int], seconds: float | None) -> list[int]:
     return [file for file, _ in poll.poll(None if seconds is None else 1000 * seconds)]
 
 
-def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
-    """Return the table in words, with and without times; ranks that do the same are one line."""
+def _text(table: dict[int, tuple[str, ...]]) -> str:
+    """Return the table in words; ranks that do the same are one line."""
     simple = {"ended": "has ended", "dead": "has died", "spare": "is spare", "elsewhere": _ELSEWHERE}
     lines: dict[str, list[int]] = {}
     longest: dict[str, float] = {}
@@ -206,7 +202,7 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
             line = f"waits in {state[1]}, on {state[2]}" + (f"; {state[3]}" if state[3] else "")
             longest[line] = max(longest.get(line, 0.0), float(state[0]))
         lines.setdefault(line, []).append(rank)
-    text, timeless = "jaxmpi.run: what the ranks do:\n", ""
+    text = "jaxmpi.run: what the ranks do:\n"
     for line, ranks in lines.items():
         since = f", {longest[line]:.3g} s so far" if line in longest else ""
         if len(ranks) > 1:
@@ -217,8 +213,7 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
             )
             line = line.replace("its own report tells what it waits", "their own reports tell what they wait")
         text += f"  {in_words(ranks)}: {line}{since}\n"
-        timeless += f"{in_words(ranks)}: {line}\n"
-    return text, timeless
+    return text
 
 
 def in_words(ranks: list[int]) -> str:

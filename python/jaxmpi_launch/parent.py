@@ -26,7 +26,8 @@ VARIABLES = (VARIABLE, stdin.VARIABLE)
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _OF_A_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
-_STEP_SECONDS = 0.25
+_STEP_SECONDS, _LOOK_SECONDS = 0.25, 0.05
+"""The time from a look at the job's folder to the next one; the time to the next look at mpiexec and signals."""
 _SAME_SECONDS = 1.0
 """`timeout` sends a signal to the launcher, and then to the group of the launcher: mpiexec gets one."""
 _KILL_SECONDS = 5.0
@@ -47,44 +48,35 @@ class _Signals:
 
     def __init__(self) -> None:
         self.ending: list[int] = []
-        self.file = -1
+        self._came: list[int] = []
         self._before: dict[int, Any] = {}
         self._sent: dict[int, float] = {}
         self._terminal = os.isatty(0)
         if threading.current_thread() is not threading.main_thread():
             return
-        self.file, self._writes = os.pipe()
-        os.set_blocking(self.file, False)
-        os.set_blocking(self._writes, False)
-        self._file_before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         # A SIGCHLD that is ignored would take the status of mpiexec with it.
-        for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (*_ENDING, signal.SIGUSR1, signal.SIGUSR2):
             before = signal.getsignal(number)
-            if number == signal.SIGCHLD or (before is not None and before != signal.SIG_IGN):
+            if before is not None and before != signal.SIG_IGN:
                 self._before[number] = before
-                signal.signal(number, lambda *_: None)
+                signal.signal(number, lambda number, _: self._came.append(number))
 
     def end(self) -> None:
-        if self.file >= 0:
-            signal.set_wakeup_fd(self._file_before)
-            for number, before in self._before.items():
-                signal.signal(number, before)
-            os.close(self.file)
-            os.close(self._writes)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def pass_on(self, process: subprocess.Popen) -> None:
         """Pass on what has come since."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            for number in os.read(self.file, 4096):
-                if number not in self._before or number == signal.SIGCHLD:
-                    continue
-                if number in _ENDING:
-                    self.ending.append(number)
-                now = time.monotonic()
-                has_it = self._terminal and number in _OF_A_TERMINAL
-                if not has_it and now - self._sent.get(number, -_SAME_SECONDS) >= _SAME_SECONDS:
-                    self._sent[number] = now
-                    process.send_signal(number)
+        while self._came:
+            number = self._came.pop(0)
+            if number in _ENDING:
+                self.ending.append(number)
+            now = time.monotonic()
+            has_it = self._terminal and number in _OF_A_TERMINAL
+            if not has_it and now - self._sent.get(number, -_SAME_SECONDS) >= _SAME_SECONDS:
+                self._sent[number] = now
+                process.send_signal(number)
 
 
 class Job:
@@ -142,12 +134,11 @@ class Job:
 
     def _watch(self, process: subprocess.Popen, signals: _Signals) -> None:
         """Wait for the end of mpiexec, and do meanwhile what is to be done."""
-        asks = self._input.fileno() if self._input is not None else -1
-        files = [file for file in (signals.file, asks) if file >= 0]
+        asks = [] if self._input is None else [self._input.fileno()]
         monitor = None if self.folder is None else Monitor(self.folder, self.ranks, self.survives, say)
         step = time.monotonic()
         while process.poll() is None:
-            if asks in ready(files, _STEP_SECONDS if signals.file >= 0 else _STEP_SECONDS / 5):
+            if ready(asks, _LOOK_SECONDS):
                 stdin.give(self._input)
             signals.pass_on(process)
             if monitor is None or time.monotonic() < step:
@@ -179,14 +170,12 @@ class Job:
         return {}
 
     def _ranks(self, kind: str) -> set[int]:
-        with contextlib.suppress(OSError):
-            return set(self.folder.of_kind(kind)) if self.folder is not None else set()
-        return set()
+        return set(self._texts(kind))
 
     def _missing(self) -> list[int]:
-        """The ranks that have begun here, have not said that they end, and have not gone on as another program."""
+        """The ranks that have begun here, and have not said that they end."""
         ends = self._ranks("left" if self.survives else "ended") | self._ranks("aborts") | self._ranks("lost")
-        return sorted(rank for rank, text in self._texts("began").items() if rank not in ends and not text)
+        return sorted(self._ranks("began") - ends)
 
     def _end(self, code: int, signals: _Signals) -> int:
         """Say the last words, and return the status."""

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from jaxmpi_launch import accelerators
 from jaxmpi_launch.versions import NEWEST_TRIED, numbers
 
 COLLECTIVES = ("mpi", "gloo")
@@ -52,13 +53,9 @@ def _lacking(core_file: str) -> set[bytes]:
     return set[bytes]().union(*looked_up) - _names_in(Path(core_file))
 
 
-def offer(core_file: str | None = None) -> None:
-    """Let jaxlib load our core as MPI. Call this before jax is imported. A library that the user names stays.
-
-    `core_file`: the path of the core, for a caller that must not import jaxmpi.
-    """
-    if core_file is None:
-        core_file = getattr(find_spec("jaxmpi._core"), "origin", None)
+def offer() -> None:
+    """Let jaxlib load our core as MPI. Call this before jax is imported. A library that the user names stays."""
+    core_file = accelerators.core_file()
     if core_file and "jaxlib" not in sys.modules and LIBRARY not in os.environ:
         if lacking := _lacking(core_file):
             state.refused = f"jaxlib {version('jaxlib')} looks for {len(lacking)} names that this jaxmpi lacks"

@@ -223,7 +223,7 @@ def test_metadata(stand_in, name):
 
 @pytest.mark.parametrize("name", ["mpi4jax", "mpi4jax-token"])
 def test_private_names(stand_in, comm, name):
-    """That public programs import; from others they learn what there is instead."""
+    """That public programs import."""
     mpi4jax = stand_in(name)
     from mpi4jax._src.collective_ops.allreduce import allreduce
     from mpi4jax._src.comm import get_default_comm
@@ -243,18 +243,8 @@ def test_private_names(stand_in, comm, name):
     set_logging(True)
     assert bridge.get_logging() is True
     set_logging(before)
-    for module, missing, told in [
-        ("mpi4jax._src.collective_ops.allreduce", "mpi_allreduce_p", "ordered_effect"),
-        ("mpi4jax._src.decorators", "setup_cuda_mpi", "JAXMPI_DEVICE_MPI"),
-        ("mpi4jax._src.xla_bridge", "mpi_xla_bridge_xpu", "jaxmpi.info"),
-        ("mpi4jax", "Allreduce", "allreduce"),
-        *([("mpi4jax", "experimental", "--as mpi4jax-token")] if name == "mpi4jax" else []),
-    ]:
-        assert not hasattr(sys.modules[module], missing)
-        with pytest.raises(AttributeError, match=told):
-            getattr(sys.modules[module], missing)
-        with pytest.raises(ImportError, match=told):
-            exec(f"from {module} import {missing}")
+    with pytest.raises(ImportError, match="mpi_allreduce_p"):
+        from mpi4jax._src.collective_ops.allreduce import mpi_allreduce_p  # noqa: F401
     with pytest.raises(ImportError, match=r"jaxmpi\.info"):
         mpi4jax._src.decorators.ensure_xpu_ext()
 
@@ -408,9 +398,6 @@ def test_looking_before_importing(program):
 @pytest.mark.parametrize(
     ("options", "text", "told"),
     [
-        ([], "import mpi4jax", r"--as mpi4jax \(--as mpi4jax-token if .*, before the program"),
-        ([], "from jpi.token import Token", "in its place: --as jpi, before the program"),
-        (["mpi4jax"], "from mpi4jax.experimental import notoken", "in its place: --as mpi4jax-token, before"),
         (["mpi4jax"], "import beside", "RuntimeError: send: from mpi4jax 0.8 on .*--as mpi4jax-token"),
         (["mpi4jax", "mpi4jax-token"], "import mpi4jax", "one package twice"),
     ],

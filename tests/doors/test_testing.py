@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi._testing import figures, together, verdict
+from jaxmpi._testing import figures, verdict
 from jaxmpi.testing import check_grads
 from support import drawing, gradients
 from support.launch import launch
@@ -218,13 +218,6 @@ def test_relations():
         assert verdict.relation(gradient, figures.Derivative(1.0, 1.0), 4, tolerance) == said, parts
 
 
-def test_what_takes_long_is_said(monkeypatch, capfd):
-    monkeypatch.setattr(together, "SILENCE", 0.0)
-    check_grads(lambda x: total(square(x)), (X,), modes=("rev",))
-    said = capfd.readouterr().err
-    assert bool(re.search("check_grads: busy for .* s, now to differentiate f in reverse mode.", said)) == (RANK == 0)
-
-
 @pytest.mark.alone
 @pytest.mark.sampled
 @pytest.mark.nightly
@@ -280,7 +273,7 @@ def test_forward_mode_is_compared_with_differences():
     text = told(lambda w, x: regression(jax.lax.stop_gradient(w), x, Y), (W, X), invariant="w")
     assert re.search(r"forward mode does not agree.*\n  w: forward mode 0, differences .*\nThat is not a matter", text)
     text = told(lambda x: total(jax.nn.relu(x)), (0 * X,))
-    assert re.search(r"f has a kink here, with the derivatives -.* and .* on its two sides", text)
+    assert "or have a kink here" in text
 
 
 def test_inconclusive():

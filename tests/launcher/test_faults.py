@@ -11,7 +11,7 @@ import pytest
 
 import jaxmpi._core as _core
 from jaxmpi import _start
-from jaxmpi._mpi import communicators, library, timeline
+from jaxmpi._mpi import communicators, library
 from jaxmpi._mpi.settings import Settings
 from programs import errors_page
 from support.launch import launch, outside_of_a_job, started, written
@@ -192,7 +192,6 @@ def test_each_step_of_the_end(monkeypatch):
     steps = [
         (library, "wait_for_computations"),
         (library, "release"),
-        (timeline, "_write_job"),
         (_core, "close_timeline"),
         (library, "raise_failure"),
         (communicators, "end"),
@@ -200,7 +199,6 @@ def test_each_step_of_the_end(monkeypatch):
     ]
     for module, name in steps:
         monkeypatch.setattr(module, name, failing(name))
-    monkeypatch.setattr(timeline, "ON", True)
     with pytest.raises(RuntimeError):
         _start._end()
     assert taken == [name for _, name in steps]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.alone
 
 SHOW = f"""
 import os
+import threading
 print(folder := os.environ.get("{folders.VARIABLE}"))
 if folder: print(*sorted(os.listdir(folder)))
 """
@@ -55,7 +57,7 @@ def test_links_are_not_followed(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("ours")
     folder = folders.Folder(str(tmp_path))
-    os.symlink(victim, folder.draft("0.ended"))
+    os.symlink(victim, f"{folder.path}/0.ended.{os.getpid()}.{threading.get_ident()}.draft")
     with pytest.raises(FileExistsError):
         folder.write("0.ended", "")
     os.symlink(victim, tmp_path / "1.ended")

@@ -252,25 +252,15 @@ def test_cpus_where_the_system_does_not_tell(monkeypatch):
     assert 1 <= mpiexec.physical_cores() <= len(mpiexec.usable_cpus()) == os.cpu_count()
 
 
-@pytest.mark.nightly
-def test_job_of_slurm_without_srun(script, tmp_path):
-    """As in a container inside the job."""
-    if setpriv := shutil.which("setpriv"):  # which `launch` uses
-        (tmp_path / "setpriv").symlink_to(setpriv)
-    path = f"{sys.prefix}/bin{os.pathsep}{tmp_path}"
-    job = {"JOB_ID": "7", "JOBID": "7", "NNODES": "1", "JOB_NODELIST": "elsewhere", "NODELIST": "elsewhere"}
-    job |= {"JOB_NUM_NODES": "1", "TASKS_PER_NODE": "2", "NTASKS": "2", "JOB_CPUS_PER_NODE": "2", "CPUS_ON_NODE": "2"}
-    job = {f"SLURM_{name}": value for name, value in {**job, "ARRAY_TASK_ID": "3"}.items()}
-    program = script("import os; print(size, sorted(its for its in os.environ.items() if 'SLURM' in its[0]))")
-    done = launch(2, program, PATH=path, **job)
-    assert done.stdout == f"2 {sorted(job.items())}\n" * 2
-    assert done.stderr.count("there is no srun") == 1
-
-
-def test_job_of_slurm_with_srun(monkeypatch, capsys):
-    """The launcher by srun would be started several times; several machines need their numbers of ranks."""
+def test_job_of_slurm(monkeypatch, capsys):
+    """The launcher by srun would be started several times; mpiexec needs srun; several machines need their numbers of
+    ranks."""
     with pytest.raises(SystemExit, match=r"srun has started 4 of this launcher, each of which would start 2 ranks"):
         mpiexec.check_scheduler({"SLURM_STEP_NUM_TASKS": "4"}, 2, False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match=r"but there is no srun.*unset \$\{!SLURM_@\}"):
+        mpiexec.check_scheduler({"SLURM_JOB_ID": "7"}, 2, False)
+    mpiexec.check_scheduler({"SLURM_JOB_ID": "7"}, 2, True)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     mpiexec.check_scheduler({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NNODES": "1"}, 1, False)
     mpiexec.check_scheduler({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NNODES": "2"}, 2, True)
@@ -415,9 +405,9 @@ def test_no_core(setting, words):
     assert all(word in last for word in words), last
 
 
-@pytest.mark.parametrize("where", one_each_time(["import", "info", "launcher"], "import"))
+@pytest.mark.parametrize("where", one_each_time(["import", "info"], "import"))
 def test_no_mpi_library(where):
-    """Neither import nor info nor the launcher leave the user alone with a loader's message."""
+    """Neither import nor info leave the user alone with a loader's message."""
     missing = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpich"}
     done = launch(0, "-c", "import jaxmpi", check=False, **missing)
     if done.returncode == 0:
@@ -428,9 +418,6 @@ def test_no_mpi_library(where):
         done = launch(0, "-m", "jaxmpi.info", check=False, **missing)
         assert done.returncode == 1
         assert "problem          jaxmpi: no MPI library found" in done.stdout
-    if where == "launcher":
-        done = launch(2, "-c", "from mpi4py import MPI", check=False, **missing)
-        assert "mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmpi._sharded.replica_groups import Unreadable, collectives, groups_in
+from jaxmpi._sharded.replica_groups import Unreadable, _checked, _groups, _Reader, collectives
 from support.launch import launch
 from support.rows import each
 
@@ -23,6 +23,15 @@ NOTED = [
     ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b','a'}", [(3, 2, 1, 0)]),
     ("mesh[a=2,axis_1=2] {a}", [(0, 2), (1, 3)]),
 ]
+
+
+def groups_in(text, ids):
+    """The groups that XLA writes behind `replica_groups=`, of so many ids."""
+    read = _Reader(text)
+    groups = _checked(_groups(read), ids)
+    if read.next:
+        raise read.unlike("the end")
+    return groups
 
 
 def test_notations():

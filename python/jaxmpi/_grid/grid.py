@@ -326,13 +326,13 @@ class Grid(communicators.Local):
         corners = checks.truth(corners, operation, "corners")
         halo = Halo(self._layout, checks.widths(width, len(self.processes), operation), corners)
         rules = self._rules_of(fields, len(arrays), halo, boundary, operation)
+        expected = [size + sum(pair) for size, pair in zip(self.local_shape, halo.widths, strict=True)]
         places = []
         for x, name, own_rules in zip(arrays, names, rules, strict=True):
-            at = self._axes_of(x, operation, name, axes)
-            self._check_field(x, operation, name, at, halo)
+            cut = self._cut(x.shape, axes, expected, operation, name, _ADVICE)
             if not adjoint:
                 checks.check_numbers(x, operation, name, own_rules)
-            places.append((at, own_rules, name))
+            places.append((cut.axes, own_rules, name))
         specs = halo.linear(places) if adjoint else tuple(places)
         return arrays, structure, Planned(self._comm, halo, specs, adjoint)
 
@@ -380,7 +380,7 @@ class Grid(communicators.Local):
         arrays, names, structure = arguments.leaves(blocks, "Grid.pad", "blocks")
         widths = checks.widths(width, len(self.processes), "Grid.pad")
         cuts = [
-            _Cut(tuple(x.shape), self._axes_of(x, "Grid.pad", name, axes), (0,) * len(widths))
+            _Cut(tuple(x.shape), self._axes_of(x.shape, "Grid.pad", name, axes), (0,) * len(widths))
             for x, name in zip(arrays, names, strict=True)
         ]
         return jax.tree.unflatten(
@@ -568,8 +568,7 @@ class Grid(communicators.Local):
             )
         mesh = jax.sharding.Mesh(np.array(devices).reshape(self.processes), tuple(listed))
         spec: list[str | None] = [None] * ndim
-        shape = jax.ShapeDtypeStruct((0,) * ndim, np.float32)
-        for axis, name in zip(self._axes_of(shape, function, "an array", axes), listed, strict=True):
+        for axis, name in zip(self._axes_of((0,) * ndim, function, "an array", axes), listed, strict=True):
             spec[axis] = name
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -632,7 +631,7 @@ class Grid(communicators.Local):
     def _part_of(self, x: Any, axes: Sequence[int] | None) -> jax.Array:
         if internals.is_tracer(x) or not isinstance(x, jax.Array):
             raise TypeError(f"Grid.from_sharded: a sharded array of JAX is needed, not traced, got {type(x).__name__}.")
-        places = self._axes_of(x, "Grid.from_sharded", "the array", axes)
+        places = self._axes_of(x.shape, "Grid.from_sharded", "the array", axes)
         expected = [slice(0, size) for size in x.shape]
         for place, own in zip(places, self.slices, strict=True):
             expected[place] = own
@@ -653,7 +652,7 @@ class Grid(communicators.Local):
         self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str, advice: str = ""
     ) -> "_Cut":
         """Return the cut of an array. Raise ValueError, with the advice, if its sizes are not the expected ones."""
-        places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), function, name, axes)
+        places = self._axes_of(shape, function, name, axes)
         extra = [shape[place] - size for place, size in zip(places, expected, strict=True)]
         if any(more not in (0, 1) for more in extra):
             raise ValueError(
@@ -702,34 +701,29 @@ class Grid(communicators.Local):
                         "axis, larger arrays, or a narrower halo."
                     )
 
-    def _axes_of(self, x: Any, function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
+    def _axes_of(self, shape: Sequence[int], function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
         """Return the grid's axes in an array, from the end, so that an axis in front does not change them."""
         dimensions = len(self.processes)
         chosen = range(-dimensions, 0) if axes is None else checks.axes(axes, function)
         if len(chosen) != dimensions:
             raise ValueError(f"{function}: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
         for axis in chosen:
-            if not -x.ndim <= axis < x.ndim:
+            if not -len(shape) <= axis < len(shape):
                 raise ValueError(
-                    f"{function}: {name} has shape {x.shape}, and no axis {axis}: the grid has {dimensions} axes, and "
-                    "axes= says which axes of the array belong to it."
+                    f"{function}: {name} has shape {tuple(shape)}, and no axis {axis}: the grid has {dimensions} axes, "
+                    "and axes= says which axes of the array belong to it."
                 )
-        places = tuple(axis if axis < 0 else axis - x.ndim for axis in chosen)
+        places = tuple(axis if axis < 0 else axis - len(shape) for axis in chosen)
         if len(set(places)) != dimensions:
             raise ValueError(f"{function}: axes is {axes}: an axis is named twice.")
         return places
 
-    def _check_field(self, x: Any, operation: str, name: str, axes: tuple[int, ...], halo: Halo) -> None:
-        sizes = [x.shape[axis] for axis in axes]
-        expected = [size + sum(widths) for size, widths in zip(self.local_shape, halo.widths, strict=True)]
-        if any(size - right not in (0, 1) for size, right in zip(sizes, expected, strict=True)):
-            raise ValueError(
-                f"{operation}: {name} has {tuple(sizes)} cells along the axes of the grid, and the block of this "
-                f"process with its halo {tuple(expected)} (block {self.local_shape}, widths {halo.widths}), or one "
-                "more along an axis where it is staggered. Pass the block with its halo, for example from "
-                "grid.scatter(x, width=...) or grid.pad(block, width). In width=(a, b) a is for the first axis and b "
-                "for the second; for (before, behind) along each axis it is [(a, b)] * 2."
-            )
+
+_ADVICE = (
+    " Pass the block with its halo, for example from grid.scatter(x, width=...) or grid.pad(block, width). In "
+    "width=(a, b) a is for the first axis and b for the second; for (before, behind) along each axis it is "
+    "[(a, b)] * 2."
+)
 
 
 def _added(x: Any, operation: str, name: str) -> jax.Array:

@@ -374,7 +374,7 @@ def agree() -> None:
     channel = handle_of(_default.channel) if _default.calls else 0
     _core.configure(check=CHECK, labels=_default.labels, channel=channel)
     os.register_at_fork(after_in_child=_in_child_of_fork)
-    timeline.begin(LIBRARY.version, _default.job)
+    timeline.begin(LIBRARY.version, _default.job())
 
 
 def _check_spares() -> None:
@@ -403,7 +403,6 @@ def default() -> Communicator:
 
 
 def replace_default(comm: MPI.Comm) -> None:
-    """Make this the communicator of calls without `comm` from now on."""
     _default.replace(comm)
 
 
@@ -426,7 +425,6 @@ def is_spare() -> bool:
 
 
 def has_spares(comm: MPI.Comm) -> bool:
-    """Return whether ranks of a communicator are spare."""
     return _pool is not None and _pool.meets(comm)
 
 

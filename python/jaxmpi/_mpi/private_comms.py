@@ -70,7 +70,6 @@ def on_all_living(comm: MPI.Comm, work: Callable[[], T]) -> T | None:
 
 
 def clone_if_made(comm: MPI.Comm) -> MPI.Intracomm | None:
-    """Return the clone of a communicator, if there is one."""
     return cast("MPI.Intracomm | None", comm.Get_attr(_attribute()))
 
 

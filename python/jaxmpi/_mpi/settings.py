@@ -142,17 +142,16 @@ class _Reader:
         return int(given) if given.isascii() and given.isdecimal() and len(given) < 16 else -1
 
     def bytes(self, variable: str, least: int) -> int | None:
-        """A number of bytes, 0 or at least so many."""
         size = self._number(variable)
         if size is not None and size < least and size != 0:
-            raise self._wrong(variable, f"a number of bytes, 0 or at least {least}" if least else "a number of bytes")
+            raise self._wrong(variable, f"a number of bytes, 0 or at least {least}")
         return size
 
     def count(self, variable: str) -> int:
-        number = self._number(variable)
-        if number is not None and number < 0:
+        number = self._number(variable) or 0
+        if number < 0:
             raise self._wrong(variable, "a whole number, 0 or more")
-        return number or 0
+        return number
 
     def seconds(self, variable: str, default: float) -> float:
         given = self._given(variable)

@@ -15,7 +15,6 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._mpi import groups
 from jaxmpi._mpi.settings import SETTINGS
+from jaxmpi_launch.folder import machine
 
 _MOST_BYTES = 200_000_000
 """The size of one rank's timeline, about a million operations."""
@@ -35,16 +35,12 @@ ON = SETTINGS.trace != ""
 
 def _clock() -> str:
     """Return the clock of the times in the file: ranks with the same clock have comparable times."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return machine() or socket.gethostname()
 
 
 _LAUNCHED = SETTINGS.launched or f"child of {os.getppid()} of {_clock()}"
 """A text that ranks of one job share without communication, at least ranks on one machine. It is for the files of jobs
 in which some ranks never import the package, or that end before they have."""
-
-_job: Callable[[], int | None] | None = None
-"""Returns the number of the job, until the file has it."""
 
 
 def _note(name: str, arguments: dict[str, Any]) -> None:
@@ -76,14 +72,12 @@ def _new_file(name: str) -> int:
         os.close(folder)
 
 
-def begin(library: str, job: Callable[[], int | None]) -> None:
-    """Open the file, if there is to be one. `job` returns a number that all ranks share, by `new_job`; None as long as
-    it is not known. Raise OSError if the file cannot be written."""
-    global _job
+def begin(library: str, job: int | None) -> None:
+    """Open the file, if there is to be one. `job`: a number that all ranks share, by `new_job`; None if it is not known
+    yet. Raise OSError if the file cannot be written."""
     if not ON:
         return
-    world, agreed = MPI.COMM_WORLD, job()
-    name = None if agreed is None else _name(agreed)
+    world, name = MPI.COMM_WORLD, None if job is None else _name(job)
     try:
         Path(SETTINGS.trace).mkdir(0o775, parents=True, exist_ok=True)  # else an umask of 0 lets everyone write there
         _core.open_timeline(_new_file(f"{name or _name(new_job())}.{world.rank:05d}.json"), _MOST_BYTES)
@@ -98,15 +92,6 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
     of_clock = {"clock": _clock(), "monotonic": time.monotonic_ns() / 1000, "realtime": time.time_ns() / 1000}
     versions = [version("jaxmpi"), version("jax"), library]
     _note("jaxmpi", {**of_job, **of_rank, **of_clock, "versions": versions})
-    _job = job if name is None else None
-
-
-def _write_job() -> None:
-    """Write the job's name into the file of a rank that imported the package long before others."""
-    global _job
-    if _job is not None and (agreed := _job()) is not None:
-        _note("jaxmpi_job", {"job": _name(agreed)})
-        _job = None
 
 
 def communicator(number: int, comm: MPI.Comm, name: str) -> None:
@@ -114,7 +99,6 @@ def communicator(number: int, comm: MPI.Comm, name: str) -> None:
     the others write a hash of the list: the length of all lists together would grow as the square of the job."""
     if not ON:
         return
-    _write_job()
     ranks = np.array(groups.ranks_within(comm, MPI.COMM_WORLD), "<i4")
     described: dict[str, Any] = {"number": number, "name": name}
     if not np.array_equal(ranks, np.arange(MPI.COMM_WORLD.size)):
@@ -122,12 +106,3 @@ def communicator(number: int, comm: MPI.Comm, name: str) -> None:
         if comm.rank == 0:
             described["ranks"] = ranks.tolist()
     _note("jaxmpi_communicator", described)
-
-
-def end() -> None:
-    """Write the rest, and close the file, if there is one."""
-    try:
-        if ON:
-            _write_job()
-    finally:
-        _core.close_timeline()

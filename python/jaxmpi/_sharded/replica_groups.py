@@ -212,19 +212,6 @@ def _checked(groups: list[Group], ids: int) -> list[Group]:
     return groups
 
 
-def groups_in(text: str, ids: int) -> list[Group]:
-    """Return the groups that XLA writes behind `replica_groups=`, of so many ids.
-
-    Raises:
-      Unreadable: they are written in another way, or do not have each id once.
-    """
-    read = _Reader(text)
-    groups = _checked(_groups(read), ids)
-    if read.next:
-        raise read.unlike("the end")
-    return groups
-
-
 def _pairs(read: _Reader) -> list[list[int]]:
     pairs = read.within("{", lambda: read.within("{", read.number))
     if any(len(pair) != 2 for pair in pairs):

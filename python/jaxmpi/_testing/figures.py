@@ -55,9 +55,6 @@ class Derivative:
     """An estimate of the error of the differences, from the differences themselves."""
     of_ranks: tuple[float, ...] = ()
     """The part that must be the same on all ranks, as each rank has it."""
-    left: float = 0.0
-    right: float = 0.0
-    """The derivatives on either side, if they differ."""
 
 
 @dataclass(frozen=True)
@@ -221,22 +218,4 @@ def _extrapolated(
                 best = Derivative(row[-1], 0.0, error)
         before = row
     of_ranks = [(np.asarray(b.of_ranks) - a.of_ranks) / (2 * h) for h, (a, b) in zip(steps, sides, strict=True)]
-    best = replace(best, of_ranks=tuple(of_ranks[1].tolist()))
-    return _with_sides(best, steps, sides, at, rounding)
-
-
-def _with_sides(
-    derivative: Derivative,
-    steps: Sequence[float],
-    sides: Sequence[Sequence[Derivative]],
-    at: Derivative,
-    rounding: float,
-) -> Derivative:
-    """Add the derivatives on either side, if they differ. If there is a second derivative, the distance between them
-    shrinks like the step; at a kink it hardly shrinks."""
-    of_sides = [((at.value - a.value) / h, (b.value - at.value) / h) for h, (a, b) in zip(steps, sides, strict=True)]
-    before, last = (abs(right - left) for left, right in of_sides[-2:])
-    left, right = of_sides[-1]
-    if not last > max(before / 2, 10 * rounding / steps[-1], 1e-3 * max(abs(left), abs(right))):
-        left = right = 0.0
-    return replace(derivative, left=left, right=right)
+    return replace(best, of_ranks=tuple(of_ranks[1].tolist()))

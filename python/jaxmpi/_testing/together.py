@@ -1,8 +1,5 @@
 """Communication between the ranks beside the operations of a program."""
 
-import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,8 +11,6 @@ from mpi4py import MPI
 from jaxmpi._mpi import communicators
 
 T = TypeVar("T")
-SILENCE = 10.0
-"""Seconds after which rank 0 reports what it does."""
 
 
 class Ranks:
@@ -26,7 +21,6 @@ class Ranks:
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self._comm: Any = communicators.default_mpi() if comm is None else comm
         self._operation = operation
-        self._began = self._spoke = time.monotonic()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, on all ranks."""
@@ -39,29 +33,17 @@ class Ranks:
         Raise the exception of `work`. If `work` raised only on other ranks, raise a RuntimeError that names one.
         """
         failure: Exception | None = None
-        timer = threading.Timer(max(0.0, self._spoke + SILENCE - time.monotonic()), self._say, [what])
-        timer.daemon = True
-        if self.rank == 0:
-            timer.start()
         try:
             result = work()
             jax.effects_barrier()
         except Exception as error:
             failure = error
-        finally:
-            timer.cancel()
         texts = self._comm.allgather(failure and f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
         if (text := next(filter(None, texts), None)) is not None:
             raise RuntimeError(f"{self._operation}: rank {texts.index(text)} could not {what}. It raised {text}")
         return result
-
-    def _say(self, what: str) -> None:
-        """Report a step that takes long."""
-        self._spoke = time.monotonic()
-        busy = f"{self._operation}: busy for {self._spoke - self._began:.0f} s, now to {what}."
-        print(busy, file=sys.stderr, flush=True)
 
     def difference(self, x: Any) -> str | None:
         """Describe how the arrays of the ranks differ by more than rounding, or return None. The same on all ranks."""

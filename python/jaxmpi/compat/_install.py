@@ -14,8 +14,9 @@ _installed: dict[str, str] = {}
 _APIS = ("notoken", "token")
 
 
-def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
-    """Make `modules` (dotted name -> names in it) importable. The first one is the package `name` itself."""
+def _install(key: str, modules: dict[str, dict[str, Any]]) -> None:
+    """Make `modules` (dotted name -> names in it) importable, the package itself first. `key`: of STAND_INS."""
+    name = STAND_INS[key].package
     for dotted, names in modules.items():
         module = ModuleType(dotted, f"jaxmpi in the place of {name}: see jaxmpi.compat.")
         module.__spec__ = importlib.machinery.ModuleSpec(dotted, None, origin="jaxmpi.compat", is_package=True)
@@ -26,8 +27,7 @@ def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
         parent, _, last = dotted.rpartition(".")
         if parent and not hasattr(sys.modules[parent], last):
             setattr(sys.modules[parent], last, module)
-    _installed[name] = api
-    key = next(key for key, replaced in STAND_INS.items() if (replaced.package, replaced.api) == (name, api))
+    _installed[name] = STAND_INS[key].api
     Finder(key, INSTALLERS[key]).install()
     importlib.invalidate_caches()
 
@@ -66,8 +66,8 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
     if _check("mpi4jax", api):
         from jaxmpi.compat import _mpi4jax
 
-        version = next(s.version for s in STAND_INS.values() if (s.package, s.api) == ("mpi4jax", api))
-        _install("mpi4jax", api, _mpi4jax.modules(api, version))
+        key = "mpi4jax" if api == "notoken" else "mpi4jax-token"
+        _install(key, _mpi4jax.modules(api, STAND_INS[key].version))
 
 
 def install_as_jpi() -> None:
@@ -81,7 +81,7 @@ def install_as_jpi() -> None:
     if _check("jpi", "token"):
         from jaxmpi.compat import _jpi
 
-        _install("jpi", "token", _jpi.modules())
+        _install("jpi", _jpi.modules())
 
 
 INSTALLERS = {

@@ -50,18 +50,9 @@ def _auto_tokenize(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _instead(name: str) -> str:
-    """Return what a program uses instead of a name that some release has."""
-    if name in ("experimental", "notoken"):
-        return "mpi4jax had it up to 0.7: --as mpi4jax-token, or jaxmpi.compat.install_as_mpi4jax(api='token')."
-    if name.lower() in _FUNCTIONS:
-        return f"Since 0.3 the functions have names in lower case: {name.lower()}."
-    return f"It has {', '.join([*_FUNCTIONS, *_SUPPORT])}."
-
-
 def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
-    rest = {**support, "__version__": version, "__getattr__": _private.absent("mpi4jax", _instead)}
+    rest = {**support, "__version__": version}
     if api == "notoken":
         functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in _FUNCTIONS}
         return {"mpi4jax": {**functions, **rest}, **_private.modules(functions, support)}

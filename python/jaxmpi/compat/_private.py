@@ -1,11 +1,9 @@
 """Names in mpi4jax's private modules, `mpi4jax._src`, that public programs import and that jaxmpi can offer.
 
-The other names belong to the implementation of mpi4jax. A program that asks for one gets an error with an alternative.
+The other names belong to the implementation of mpi4jax.
 """
 
-import dis
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,37 +71,6 @@ class _Log:
         return self.on
 
 
-_INSTEAD = {
-    "": "All public functions are in mpi4jax itself.",
-    "collective_ops": "Call the function: it has batching and derivatives of all orders. A primitive of your own keeps "
-    "the order among the calls if it carries the effect mpi4jax._src.utils.ordered_effect.",
-    "comm": "Without comm= the functions use get_default_comm().",
-    "decorators": "jaxmpi detects the memory of devices; `python -m jaxmpi.info` shows it, and MPI4JAX_USE_CUDA_MPI or "
-    "JAXMPI_DEVICE_MPI switches it.",
-    "flush": "Nothing has to be flushed at the end.",
-    "jax_compat": "Names of JAX are in jax itself.",
-    "utils": "Communicators and reductions are passed as they are, static arguments as wrap_as_hashable(comm).",
-    "validation": "The functions check their arguments.",
-    "xla_bridge": "The calls of MPI are in jaxmpi's core, which `python -m jaxmpi.info` describes.",
-}
-"""The alternative to other names of these modules."""
-
-
-def absent(module: str, instead: Callable[[str], str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`, which reports the alternative to a name that the module does not have."""
-
-    def __getattr__(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        text = f"{module} has no {name!r}, because jaxmpi is in the place of mpi4jax here. {instead(name)}"
-        caller = sys._getframe(1)
-        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":  # it would replace an AttributeError
-            raise ImportError(text, name=module)
-        raise AttributeError(text, name=name, obj=sys.modules.get(module))
-
-    return __getattr__
-
-
 def _needs(present: bool, platform: str) -> Callable[[], None]:
     def ensure() -> None:
         if not present:
@@ -123,7 +90,6 @@ def modules(functions: Names, support: Names) -> dict[str, Names]:
     ensure = {"ensure_cuda_ext": _needs(cuda, "CUDA"), "ensure_xpu_ext": _needs(sycl, "SYCL")}
     bridges = {"": {**logging, "HAS_GPU_EXT": cuda, "HAS_CUDA_EXT": cuda, "HAS_XPU_EXT": sycl}}
     bridges |= {".mpi_xla_bridge": logging, ".mpi_xla_bridge_cpu": logging}
-    bridges |= {".mpi_xla_bridge_cuda": {}, ".mpi_xla_bridge_gpu": {}} if cuda else {}
     names_of_module: dict[str, Names] = {
         "": {**functions, **support},
         "collective_ops": {},
@@ -133,12 +99,6 @@ def modules(functions: Names, support: Names) -> dict[str, Names]:
         "flush": {"flush": flush},
         "jax_compat": {"versiontuple": versiontuple},
         "utils": utils,
-        "validation": {},
         **{f"xla_bridge{name}": names for name, names in bridges.items()},
     }
-    named = {f"mpi4jax._src.{name}".rstrip("."): names for name, names in names_of_module.items()}
-    instead = [_INSTEAD[name.partition(".")[0]] for name in names_of_module]
-    return {
-        module: {**names, "__getattr__": absent(module, lambda _, text=text: text)}  # type: ignore[misc]
-        for (module, names), text in zip(named.items(), instead, strict=True)
-    }
+    return {f"mpi4jax._src.{name}".rstrip("."): names for name, names in names_of_module.items()}
