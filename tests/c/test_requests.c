@@ -1021,6 +1021,22 @@ TEST(a_communicator_is_freed) {
   SUCCEEDS(wait_on(comm, other, NONE));
 }
 
+/* No field may look received, whether one message is missing or both. */
+TEST(a_communicator_is_freed_during_an_exchange) {
+  struct array given[] = {ARRAY(F32, a, 0), ARRAY(F32, id, 2)};
+  FOR_VALUES (int, of, SHORT, LONG) {
+    context("messages of %d", *of);
+    prepare_plan(*of);
+    struct communicator *comm = new_communicator();
+    const int64_t attributes[] = {COMM(comm), COMM(the_plan()), 0};
+    given[0] = ARRAY(F32, a, floats());
+    SUCCEEDS(START("exchange_start", given[0], id, COMM(comm), COMM(the_plan())));
+    fake->comm_free(comm->handle);
+    FAILS(run_lists("exchange_finish", given, 2, &ARRAY(F32, a_out, floats()), 1, attributes), FFI_FAILED_PRECONDITION,
+          "jaxmpi.Grid.start", "freed before the message came");
+  }
+}
+
 TEST(a_communicator_is_freed_during_a_wait) {
   for (int blocking = 0; blocking < 2; blocking++) {
     prepare();
