@@ -53,6 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not any(rank.events for rank in ranks):
         sys.exit(f"jaxmpi.trace: no operation was executed in the job of {options.folder}")
     matched = matching.match(ranks)
+    if options.top < 0:
+        parser.error(f"--top must be 0 or more, not {options.top}")
     tables = list(_tables(ranks, matched, options.top))
     path, problem = (options.output or options.folder) / "timeline.json", ""
     try:  # before anything is printed, because `head` may end the program

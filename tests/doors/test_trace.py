@@ -334,6 +334,7 @@ def test_jobs_in_one_folder(tmp_path):
     assert told.stdout.startswith("3 ranks, ")
     assert "; 5 names begin with 2" in report_of(folder, "--job", "2").stderr
     assert "; no names begin with x" in report_of(folder, "--job", "x").stderr
+    assert report_of(folder, "--job", found[7].name, "--top", "-1").returncode == 2
     errors_page.goes_on("two jobs trace into one folder")
 
 

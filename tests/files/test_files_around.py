@@ -111,6 +111,8 @@ def test_numbers_that_are_called_as_axes(folder, grid):
     x = jnp.zeros(grid.local_shape)
     with pytest.raises(ValueError, match="a leaf of the tree and an axis are both called 'x'"):
         io.save(folder / "state", {"h": x, "x": 1.5}, grid=grid, dims="x")
+    with pytest.raises(ValueError, match="a leaf of the tree and an axis are both called 'x'"):
+        io.save(folder / "state", {"x": jnp.stack([x, x])}, grid=grid, dims="x")
     io.save(folder / "state", {"h": x, "p": {"x": 1.5}}, grid=grid, dims="x")
     with io.Writer(folder / "series", grid, dims="x") as out:  # here numbers have an axis
         out.append(0, {"h": x, "x": 1.5})

@@ -421,6 +421,7 @@ def test_wrong_arguments(folder, grid):
         (ValueError, "fields has 'q'", 0, {"x": x}, {"fields": ("q",)}),
         (ValueError, "is finite", float("nan"), {"x": x}, {}),
         (TypeError, "time must be a number", "now", {"x": x}, {}),
+        (ValueError, "times are float64", 2**60 + 100, {"x": x}, {}),
         (ValueError, "called 'time'", 0, {"time": x}, {}),
         (TypeError, "texts are for", 0, {"x": x, "name": "sea"}, {}),
         (ValueError, "width has 'z'", 0, {"x": x}, {"width": {"z": 1}}),

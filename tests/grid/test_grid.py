@@ -725,8 +725,10 @@ def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
             lambda: grid.exchange({"another name": x}),
         )
         for other in others if rows == 1 else others[:1]:
-            with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ") as caught:
                 jax.block_until_ready(other() if part.rank else grid.exchange(x))
+            name = "accumulate" if part.rank and other is others[5] else "exchange"
+            assert f"jaxmpi.Grid.{name} on rank" in str(caught.value)
             right = grid.exchange(x + part.rank)
             np.testing.assert_array_equal(right[:, 1:-1], x[:, 1:-1] + part.rank)
             np.testing.assert_array_equal(right[:, 0], x[:, 8] + 1 - part.rank)

@@ -215,7 +215,7 @@ def plan_of(
     parts = layout.parts(tree, grid, comm, options, operation)
     dims = {dim for part in parts for dim in part.dims}
     for part in parts:  # xarray could not open the file
-        if part.record.name in dims and part.source is not None and not part.dims:
+        if part.record.name in dims and part.source is not None and part.dims != (part.record.name,):
             raise ValueError(
                 f"{operation}: a leaf of the tree and an axis are both called {part.record.name!r}: rename the leaf, "
                 "or pass other dims=."

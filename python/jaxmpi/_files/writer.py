@@ -131,7 +131,7 @@ class Writer:
         """Add a step. All ranks call it, with the same time.
 
         Args:
-          time: of the step, a number that is larger than the time of the step before.
+          time: of the step, a number that is larger than the time of the step before. Files have it as float64.
           tree: this rank's fields, as in `save`. Names, shapes and dtypes are the same in each append. Arrays may be
             donated or overwritten afterwards.
 
@@ -457,6 +457,8 @@ def check_time(operation: str, time: Any, times: Sequence[float]) -> None:
         raise TypeError(f"{operation}: time must be a number, got {time!r:.60} of {type(time).__name__}.") from error
     if not math.isfinite(number):
         raise ValueError(f"{operation}: time is {number}: pass a number that is finite.")
+    if isinstance(time, (int, np.integer)) and int(time) != number:
+        raise ValueError(f"{operation}: time is {time!r:.60}, and a file has {number!r} for it: times are float64.")
     if times and not number > times[-1]:
         raise ValueError(f"{operation}: time is {number}, and that of the step before {times[-1]}: it must grow.")
 

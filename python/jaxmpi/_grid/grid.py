@@ -18,7 +18,7 @@ from jaxmpi._grid.halos import Halo, Layout, Rules
 from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators
 from jaxmpi._operations import collectives
-from jaxmpi._operations.exchanges import exchange_p, is_of_grid, start_exchange
+from jaxmpi._operations.exchanges import exchange_p, grid_accumulate_p, is_of_grid, start_exchange
 from jaxmpi._operations.requests import Request, wait
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive.params import Planned
@@ -307,7 +307,7 @@ class Grid(communicators.Local):
         Raises: as `exchange`; TypeError for a dtype that cannot be added.
         """
         arrays, structure, params = self._exchange("Grid.accumulate", fields, width, axes, corners, boundary, True)
-        return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
+        return jax.tree.unflatten(structure, grid_accumulate_p.apply_to_all(params, arrays))
 
     def _exchange(
         self,

@@ -21,6 +21,7 @@ from jaxmpi._primitive import keys
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
 
 exchange_p = ByPlan("exchange")
+grid_accumulate_p = ByPlan("grid_accumulate")
 redistribute_p = ByPlan("redistribute")
 index_exchange_p = ByPlan("index_exchange")
 index_accumulate_p = ByPlan("index_accumulate")
