@@ -34,7 +34,7 @@ static inline bool rows_at_once(const struct rows *rows) {
 struct call;
 
 struct memory {
-  const char *platform; /* XLA's name for it; JAX has another (_mpi/devices.py) */
+  const char *platform; /* XLA's name for it; JAX's: JAX_NAMES in jaxmpi_launch/ */
   bool host;            /* true for the host, whose members after `run` are NULL */
 
   /* Execute a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */

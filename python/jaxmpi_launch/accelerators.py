@@ -24,6 +24,8 @@ LAUNCHERS = (
 """The variables with the local rank and the number of local ranks, per launcher. The schedulers come last: a launcher
 inside their job inherits their variables."""
 
+JAX_NAMES = {"CUDA": "cuda", "ROCM": "rocm", "SYCL": "oneapi"}
+"""JAX's names of the platforms, by XLA's names."""
 PLACED = ("CUDA", "ROCM")
 """The platforms whose devices ranks take."""
 decided = False
@@ -48,7 +50,7 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
 
 def allows(jax_platforms: str, platform: str) -> bool:
     """Return whether JAX may use a platform, by JAX_PLATFORMS. If that is empty it may use all."""
-    return not jax_platforms or not {platform.lower(), "gpu"}.isdisjoint(jax_platforms.split(","))
+    return not jax_platforms or not {JAX_NAMES[platform], "gpu"}.isdisjoint(jax_platforms.split(","))
 
 
 def undecided(environment: Mapping[str, str]) -> list[str]:
@@ -129,7 +131,7 @@ def take(config: Any, may_assign: bool = True) -> None:
         os.environ.update(assign(device_counts(), os.environ))
     for platform in PLACED:
         if value := os.environ.get(f"JAX_{platform}_VISIBLE_DEVICES"):
-            config.update(f"jax_{platform.lower()}_visible_devices", value)
+            config.update(f"jax_{JAX_NAMES[platform]}_visible_devices", value)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,15 @@ Only a driver's library is loaded, if it is installed: no SDK. No device is open
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._mpi.settings import Settings
-from jaxmpi_launch.accelerators import allows
+from jaxmpi_launch.accelerators import JAX_NAMES, allows
 
-JAX_NAMES = {"CUDA": "cuda", "ROCM": "rocm", "SYCL": "oneapi"}
-"""JAX's names of the platforms, by XLA's names."""
 _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
 
 CHUNK = 4 << 20
@@ -50,6 +48,10 @@ class Choice:
     def communicated(self) -> list[str]:
         """The CPU and `platforms`, by JAX's names."""
         return ["cpu", *(JAX_NAMES[platform] for platform in self.platforms)]
+
+    def why_not(self, platforms: Sequence[str]) -> list[str]:
+        """Return the reasons why arrays of these platforms, by JAX's names, cannot be communicated."""
+        return [why for name, why in self.drivers.items() if JAX_NAMES[name] in platforms and why is not None]
 
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:

@@ -15,7 +15,6 @@ import numpy as np
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import call_sites, tags
-from jaxmpi._mpi.devices import JAX_NAMES
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._primitive.effect import EFFECT, Unsupported
 from jaxmpi._primitive.params import COTANGENT, TANGENT, VALUE, Common
@@ -121,10 +120,9 @@ def _lowering(op: Any, target: str, fenced: bool) -> Callable[..., Any]:
 
 def _refuse_platform(op: Any, ctx: Any, *operands: Any, call: Any) -> Any:
     platforms = ctx.module_context.platforms
-    reasons = [why for name, why in DEVICES.drivers.items() if JAX_NAMES[name] in platforms and why is not None]
     raise Unsupported(
         f"{op.shown}: arrays on {', '.join(platforms)} cannot be communicated"
-        f"{''.join(f': {why}' for why in reasons)}. Move them to the CPU with "
+        f"{''.join(f': {why}' for why in DEVICES.why_not(platforms))}. Move them to the CPU with "
         "jax.device_put(x, jax.devices('cpu')[0]), or set JAX_PLATFORMS=cpu"
     )
 

@@ -41,7 +41,7 @@ def local_device() -> int | None:
     if accelerators.decided or local is None:
         return None
     for platform in accelerators.PLACED:
-        chosen = getattr(jax.config, f"jax_{platform.lower()}_visible_devices", "all")
+        chosen = getattr(jax.config, f"jax_{accelerators.JAX_NAMES[platform]}_visible_devices", "all")
         if chosen == "all" and (count := transports.count(platform)) > 1:
             return local[0] % count
     return None
