@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where the file is written (default: the folder)")
     parser.add_argument("--top", type=int, default=15, metavar="N", help="rows of a table, at most (default: 15)")
     options = parser.parse_args(arguments)
+    if options.top < 0:
+        parser.error(f"--top must be 0 or more, not {options.top}")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head`
     try:
         ranks = files.read(options.folder, options.job)
@@ -53,8 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
     if not any(rank.events for rank in ranks):
         sys.exit(f"jaxmpi.trace: no operation was executed in the job of {options.folder}")
     matched = matching.match(ranks)
-    if options.top < 0:
-        parser.error(f"--top must be 0 or more, not {options.top}")
     tables = list(_tables(ranks, matched, options.top))
     path, problem = (options.output or options.folder) / "timeline.json", ""
     try:  # before anything is printed, because `head` may end the program

@@ -17,6 +17,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxmpi_launch import mpiexec as mpi
 from jaxmpi_launch import parent, stand_ins, versions, written_for
@@ -29,6 +30,14 @@ SIGNALS = "OMPI_MCA_opal_signal"
 allocating memory. In a job that goes on without the rank, the rank must die."""
 OF_A_JOB = (*parent.VARIABLES, SPARES, "JAXMPI_STARTED_BY_RANK")
 """Variables of one job. A job that a rank starts must not inherit them."""
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up only when it is asked for: each start would pay for it."""
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        print(f"jaxmpi {versions.shown('jaxmpi')}")
+        parser.exit()
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -90,7 +99,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command, with the variables that it sets, and do not run it"
     )
-    parser.add_argument("--version", action="version", version=f"jaxmpi {versions.shown('jaxmpi')}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show program's version number and exit")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("-m", dest="kind", action="store_const", const="-m", help="the program is a module")
     kinds.add_argument("-c", dest="kind", action="store_const", const="-c", help="the program is this text")
