@@ -138,8 +138,8 @@ def test_round_trips(comm, folder, parts):
 def test_no_chunk_is_written_twice(comm, folder, monkeypatch):
     """Whatever the chunks are, each is written once, by one rank."""
     written = []
-    write = store._write_file
-    monkeypatch.setattr(store, "_write_file", lambda *args: (write(*args), written.append(str(args[0]))))
+    write = store.write_file
+    monkeypatch.setattr(store, "write_file", lambda *args: (write(*args), written.append(str(args[0]))))
     grid = jaxmpi.Grid((0, 0), (13, 10))
     for chunks in (None, 1, 3, (13, 1), (2, 10), 100):
         written.clear()
@@ -464,8 +464,8 @@ def test_path_exists(comm, folder):
 @pytest.mark.parametrize(
     ("place", "name", "call"),
     [
-        (store, "_write_file", 1),
-        (store, "_write_file", 3),
+        (store, "write_file", 1),
+        (store, "write_file", 3),
         (store, "make", 1),
         (store, "replace", 1),
         (os, "rename", 1),
@@ -476,7 +476,7 @@ def test_no_room(comm, folder, monkeypatch, place, name, call):
     grid = jaxmpi.Grid((0,), (7 * comm.size + 1,))
     x = jnp.zeros(grid.local_shape)
     io.save(folder / "state", {"x": x, "n": 1}, grid=grid)
-    true, numbers, failing = getattr(place, name), itertools.count(1), comm.size - 1 if name == "_write_file" else 0
+    true, numbers, failing = getattr(place, name), itertools.count(1), comm.size - 1 if name == "write_file" else 0
 
     def fails(*arguments, **options):
         if comm.rank == failing and next(numbers) >= call:

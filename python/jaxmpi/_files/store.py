@@ -154,13 +154,13 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = (), 
             filled = np.zeros(stored.chunks, values.dtype)
             filled[tuple(slice(0, size) for size in chunk.shape)] = chunk
             chunk = filled
-        data = _plain(chunk) if zarr is None else _encoded(zarr, stored, index=whole, chunk=chunk)
-        _write_file(stored.file(whole), data, anew)
+        data = with_checksum(chunk) if zarr is None else _encoded(zarr, stored, index=whole, chunk=chunk)
+        write_file(stored.file(whole), data, anew)
         sums[stored.number(whole)] = int(data[-1][-4:].view("<u4")[0])
     return sums
 
 
-def _plain(chunk: np.ndarray) -> list[np.ndarray]:
+def with_checksum(chunk: np.ndarray) -> list[np.ndarray]:
     """Return the bytes of a chunk, and their checksum."""
     import google_crc32c
 
@@ -187,7 +187,7 @@ def _in_memory(zarr: Any, stored: Stored, index: Index) -> tuple[Any, Any, str]:
     return array, memory, "/".join(("c", *("0" for _ in index)))
 
 
-def _write_file(path: Path, data: Sequence[np.ndarray], anew: bool) -> None:
+def write_file(path: Path, data: Sequence[np.ndarray], anew: bool) -> None:
     target = path.with_name(f".{path.name}.partial") if anew else path
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -349,7 +349,7 @@ class _Series:
                 chunk[: len(times)] = times
                 file = store.Stored.from_meta(path / TIME, self.metas[TIME]).file((number,))
                 file.parent.mkdir(exist_ok=True)  # an error if somebody has removed the file
-                store._write_file(file, store._plain(chunk), anew=True)
+                store.write_file(file, store.with_checksum(chunk), anew=True)
             for name, meta in grown.items():
                 store.replace(path / name / store.META, json.dumps(meta, allow_nan=False).encode())
             store.finish(path, self.metas, plan.attributes, plan.text())
