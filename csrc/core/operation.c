@@ -3,12 +3,13 @@
 #define OPERATION_ROWS const struct operation operation_table[]
 #include "core/operation_rows.def"
 
-const struct function function_table[] = {[FUNCTION_OF_ROW] = {"", 0, "", 0},
+const struct function function_table[] = {
+    [FUNCTION_OF_ROW] = {"", 0, "", 0},
 #define OPERATION(name, divisibility, buffers, attributes)
 #define FUNCTION(id, operation, shown, compared) {#id, ROW_##operation, shown, FUNCTION_##compared},
 #include "core/ops.def"
 #undef OPERATION
-                                          {NULL, 0, NULL, 0}};
+};
 
 int function_of(const struct operation *operation, const int64_t attributes[]) {
   int i = attribute_of(operation, KIND_FUNCTION);

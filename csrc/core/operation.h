@@ -112,7 +112,7 @@ struct function {
   const char *name; /* that users know */
   int compared;     /* the number of the function that other ranks may call in the place of this one */
 };
-extern const struct function function_table[]; /* ends with a NULL id; the first element is unused */
+extern const struct function function_table[]; /* by number; the element of 0 is unused */
 
 /* The number of the function of a call with these attributes; FUNCTION_OF_ROW if there is none. */
 int function_of(const struct operation *operation, const int64_t attributes[]);

@@ -16,8 +16,7 @@ static ffi_error *fail_freed(const struct call *call) {
   if (atomic_load(&call->comm->given_up))
     return call_fail(call, FFI_FAILED_PRECONDITION,
                      "the communicator has been given up by jaxmpi.survive.recover, because a rank had died. Nothing "
-                     "was sent. Use the "
-                     "communicator that recover has returned, and make grids and maps again on it");
+                     "was sent. Use the communicator that recover has returned, and make grids and maps again on it");
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the communicator has been freed since this function was compiled; nothing was sent. "
                    "Call it again with a live communicator, or free the communicator later");

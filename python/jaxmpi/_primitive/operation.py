@@ -111,10 +111,11 @@ class Operation(primitives.Primitive, Generic[P]):
     def __init__(self, name: str, adjoint: "Operation[Any] | None" = None) -> None:
         """`adjoint`: an operation that was made earlier. Each of the two is the adjoint of the other."""
         super().__init__(f"jaxmpi.{name}")
-        self.core_name = name if self.identity else OPERATIONS[name].row
-        self.shown = name if self.identity else OPERATIONS[name].shown
-        """The name that users know."""
-        self.function = 0 if self.identity else OPERATIONS[name].function
+        row = None if self.identity else OPERATIONS[name]
+        self.core_name, self.shown, self.function = (
+            (name, name, 0) if row is None else (row.row, row.shown, row.function)
+        )
+        """The name of the row in ops.def, the name that users know, and the number of the function there."""
         lowering.lower_to(self, "jaxmpi_{}")
         rules.define(self, type(self).transpose is not Operation.transpose)
         if adjoint is not None:
