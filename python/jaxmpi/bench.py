@@ -33,20 +33,13 @@ def _header(choices: Any, plan: programs.Plan) -> dict[str, Any]:
     }
 
 
-_MEANINGS = {
-    "loop": "in a fori_loop of one compiled program",
-    "call": "each a call of jaxmpi.jit",
-    "eager": "each an eager one",
-}
-
-
 def _show(header: dict[str, Any]) -> str:
     counts = [(header["ranks"], "rank"), (len(header["hosts"]), "host")]
     ranks, hosts = (f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts)
     least = report.digits(header["microseconds_of_a_message_to_nobody"])
     return (
         f"jaxmpi {header['jaxmpi']}, JAX {header['jax']}, {header['mpi']}, {ranks} on {hosts}, {header['device']}\n"
-        f"time of one operation, {_MEANINGS[header['how']]} (a message to nobody takes {least} us):\n"
+        f"time of one operation, {programs.HOW[header['how']]} (a message to nobody takes {least} us):\n"
         f"least, median and most of {header['rounds']} rounds on the slowest rank; bandwidths are by the median"
     )
 

@@ -13,7 +13,6 @@ from jaxmpi import bench
 from jaxmpi._bench import data, operations, options, report
 from jaxmpi._bench.operations import OPERATIONS, Case
 from jaxmpi._bench.timing import Sample, ratio, take_turns
-from jaxmpi._operations import table
 from jaxmpi_launch import mpiexec
 from support.launch import launch
 from support.rows import each, row_by_row, rows
@@ -197,13 +196,6 @@ def test_count_wrong():
 
 
 # --- the figures -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.alone
-def test_table_has_known_operations():
-    used = {name for row in OPERATIONS.values() for name in row.uses}
-    assert used <= {x.name.removeprefix("jaxmpi.") for x in table.OPERATIONS}
-    assert set(operations.USUAL) <= set(OPERATIONS)
 
 
 BANDWIDTHS = [

@@ -48,41 +48,22 @@ def _own(case: Case, index: Any) -> Origin:
     return case.rank, index
 
 
-def _constant(value: Any) -> Callable[[Any], Any]:
-    return lambda case: value
-
-
-def _all(size: int) -> int:
-    return size
-
-
-def _divided(count: int, parts: int) -> int:
-    return max(1, count // parts)
-
-
-def _everywhere(case: Case) -> tuple[int, int, int]:
-    return 0, 0, case.elements
-
-
 @dataclass(frozen=True)
 class Operation:
     """A row of the table."""
 
     name: str
-    uses: tuple[str, ...]
-    """The names of the operations that it calls, as in the library's table."""
-
     call: Callable[[Case, jax.Array], jax.Array]
     """The operation: operand -> result."""
 
     size: str
     """The array whose size is S. Empty if no data is moved."""
 
-    factor: Callable[[Case], float]
-    """Bus bandwidth over algorithm bandwidth, for two ranks and more."""
-
     names: Mapping[str, str] = field(default_factory=dict)
     """The names in other tools, each with a remark if the figures there have another meaning."""
+
+    factor: Callable[[Case], float] = lambda case: 1.0
+    """Bus bandwidth over algorithm bandwidth, for two ranks and more."""
 
     origin: Callable[[Case, Any], Origin] = _own
     """The place where elements of this rank's result come from, by their index."""
@@ -97,10 +78,7 @@ class Operation:
     stacked: Callable[[Case], int] = lambda case: 0
     """The number of parts in this rank's operand, which is a stack of them. 0: it is one part, and no stack."""
 
-    fit: Callable[[int, int], int] = _divided
-    """(elements asked for, parts) -> elements of a part."""
-
-    changed: Callable[[Case], tuple[int, int, int]] = _everywhere
+    changed: Callable[[Case], tuple[int, int, int]] = lambda case: (0, 0, case.elements)
     """(a, b, n): before turn i element a + i % n of each part of the operand changes. In this turn element b + i % n of
     the result, or of each part of it, depends on one of these elements."""
 
@@ -126,30 +104,18 @@ class Operation:
         """Return whether operands are added up on any of `size` ranks."""
         return any(len(self.reduced(Case(rank, size, 1))) > 0 for rank in (0, size - 1))
 
+    def fit(self, count: int, parts: int) -> int:
+        """Return the elements of a part, if `count` elements are asked for."""
+        return max(3, math.isqrt(count)) ** 2 if self.square else max(1, count // parts)
+
     def shape(self, case: Case) -> tuple[int, ...]:
-        parts = self.stacked(case)
         if self.square:
             return (math.isqrt(case.elements),) * 2
+        parts = self.stacked(case)
         return (parts, case.elements) if parts else (case.elements,)
 
 
 # --- the calls, and where their results come from --------------------------------------------------------------------
-
-
-def _only_on(root: int, value: Callable[[Case], Any], otherwise: Any) -> Callable[[Case], Any]:
-    return lambda case: value(case) if case.rank == root else otherwise
-
-
-def _not_on(rank: int) -> Callable[[Case], bool]:
-    return lambda case: case.rank != rank
-
-
-def _ranks(case: Case) -> Sequence[int]:
-    return range(case.size)
-
-
-def _from_root(case: Case, index: Any) -> Origin:
-    return 0, index
 
 
 def _stack_of_all(case: Case, index: Any) -> Origin:
@@ -162,14 +128,6 @@ def _gathered(case: Case, index: Any) -> Origin:
 
 def _alltoall(case: Case, index: Any) -> Origin:
     return index // case.elements, case.rank * case.elements + index % case.elements
-
-
-def _scattered(case: Case, index: Any) -> Origin:
-    return 0, case.rank * case.elements + index
-
-
-def _part_of_this_rank(case: Case, index: Any) -> Origin:
-    return case.rank, case.rank * case.elements + index
 
 
 def _each_one(case: Case) -> list[int]:
@@ -187,10 +145,6 @@ def _call_gatherv(case: Case, x: jax.Array) -> jax.Array:
     return y if case.rank == 0 else y[0]
 
 
-def _call_scatterv(case: Case, x: jax.Array) -> jax.Array:
-    return jaxmpi.scatterv(x if case.rank == 0 else x[None], _each_one(case), 0)[0]
-
-
 def _call_barrier(case: Case, x: jax.Array) -> jax.Array:
     jaxmpi.barrier()
     return x
@@ -199,10 +153,6 @@ def _call_barrier(case: Case, x: jax.Array) -> jax.Array:
 def _call_nobody(case: Case, x: jax.Array) -> jax.Array:
     jaxmpi.send(x, MPI.PROC_NULL)
     return x
-
-
-def _call_sendrecv(case: Case, x: jax.Array) -> jax.Array:
-    return jaxmpi.sendrecv(x, x, case.others(-1), case.others(1))
 
 
 def _call_pingpong(case: Case, x: jax.Array) -> jax.Array:
@@ -274,18 +224,10 @@ def _side(case: Case) -> int:
     return math.isqrt(case.elements) - 2
 
 
-def _square(count: int, parts: int) -> int:
-    return max(3, math.isqrt(count)) ** 2
-
-
 @functools.cache
 def _grid(size: int, side: int) -> Grid:
     dims = _dims(size)
     return Grid(dims, [count * side for count in dims], periodic=True)
-
-
-def _call_exchange(case: Case, x: jax.Array) -> jax.Array:
-    return _grid(case.size, _side(case)).exchange(x)
 
 
 def _call_redistribute(case: Case, x: jax.Array) -> jax.Array:
@@ -298,10 +240,6 @@ def _call_redistribute(case: Case, x: jax.Array) -> jax.Array:
 def _ring(rank: int, size: int) -> IndexMap:
     """Make a map in which each rank owns a row, and has the row of the next rank as a ghost."""
     return IndexMap([rank], [(rank + 1) % size])
-
-
-def _call_index_exchange(case: Case, x: jax.Array) -> jax.Array:
-    return _ring(case.rank, case.size).exchange(x)
 
 
 def _own_and_next(case: Case, index: Any) -> Origin:
@@ -341,261 +279,219 @@ def _but_one(case: Case) -> float:
     return (case.size - 1) / case.size
 
 
-def _parts_of_osu(name: str, nccl: str = "") -> dict[str, str]:
-    names = {f"osu_{name}": "OSU's size is that of one part; here it is that of all"}
-    return {**names, nccl: ""} if nccl else names
+def _parts_of_osu(name: str, **others: str) -> dict[str, str]:
+    return {f"osu_{name}": "OSU's size is that of one part; here it is that of all", **others}
 
 
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        Operation(
-            "allreduce",
-            ("allreduce",),
-            lambda case, x: jaxmpi.allreduce(x, MPI.SUM),
-            "the array",
-            lambda case: 2 * (case.size - 1) / case.size,
-            {"osu_allreduce": "", "all_reduce_perf": ""},
-            reduced=_ranks,
-        ),
-        Operation(
-            "allgather",
-            ("allgather",),
-            lambda case, x: jaxmpi.allgather(x),
-            "the result, which all ranks have a part of",
-            _but_one,
-            _parts_of_osu("allgather", "all_gather_perf"),
-            origin=_stack_of_all,
-            parts=_all,
-        ),
-        Operation(
-            "alltoall",
-            ("alltoall",),
-            lambda case, x: jaxmpi.alltoall(x),
-            "the array, of which each rank gets a part",
-            _but_one,
-            _parts_of_osu("alltoall", "alltoall_perf"),
-            origin=_alltoall,
-            parts=_all,
-            stacked=lambda case: case.size,
-        ),
-        Operation(
-            "bcast",
-            ("bcast",),
-            lambda case, x: jaxmpi.bcast(x, 0),
-            "the array",
-            _constant(1),
-            {"osu_bcast": "", "broadcast_perf": ""},
-            origin=_from_root,
-            repeats=_constant(True),
-        ),
-        Operation(
-            "exscan",
-            ("exscan",),
-            _call_exscan,
-            "the array",
-            _constant(1),
-            {"osu_exscan": ""},
-            reduced=lambda case: range(case.rank),
-        ),
-        Operation(
-            "gather",
-            ("gather",),
-            lambda case, x: jaxmpi.gather(x, 0),
-            "root's result, which all ranks have a part of",
-            _but_one,
-            _parts_of_osu("gather", "gather_perf"),
-            origin=_gathered,
-            parts=_all,
-            repeats=_not_on(0),
-            blind=_not_on(0),
-        ),
-        Operation(
-            "reduce",
-            ("reduce",),
-            lambda case, x: jaxmpi.reduce(x, MPI.SUM, 0),
-            "the array",
-            _constant(1),
-            {"osu_reduce": "", "reduce_perf": ""},
-            reduced=_only_on(0, _ranks, ()),
-            repeats=_not_on(0),
-            blind=_not_on(0),
-        ),
-        Operation(
-            "reduce_scatter",
-            ("reduce_scatter",),
-            lambda case, x: jaxmpi.reduce_scatter(x, MPI.SUM),
-            "the array, of whose reduction each rank gets a part",
-            _but_one,
-            {"osu_reduce_scatter": "", "reduce_scatter_perf": ""},
-            origin=_part_of_this_rank,
-            reduced=_ranks,
-            parts=_all,
-            stacked=lambda case: case.size,
-        ),
-        Operation(
-            "scan",
-            ("scan",),
-            lambda case, x: jaxmpi.scan(x, MPI.SUM),
-            "the array",
-            _constant(1),
-            {"osu_scan": ""},
-            reduced=lambda case: range(case.rank + 1),
-        ),
-        Operation(
-            "scatter",
-            ("scatter",),
-            lambda case, x: jaxmpi.scatter(x, 0),
-            "root's array, of which each rank gets a part",
-            _but_one,
-            _parts_of_osu("scatter", "scatter_perf"),
-            origin=_scattered,
-            parts=_all,
-            stacked=_only_on(0, lambda case: case.size, 0),
-        ),
-        Operation(
-            "sendrecv",
-            ("sendrecv",),
-            _call_sendrecv,
-            "the message that each rank sends to the next one, and receives from the one before",
-            _constant(1),
-            {
-                "osu_bibw": "OSU counts what both ranks send, and has many messages on their way at a time",
-                "sendrecv_perf": "",
-            },
-            origin=lambda case, index: (case.others(-1), index),
-        ),
-        Operation(
-            "pingpong",
-            ("send", "recv"),
-            _call_pingpong,
-            "the message from rank 0 to rank 1 and back; the time is half of that",
-            _constant(1),
-            {"osu_latency": ""},
-            origin=lambda case, index: (1 - case.rank if case.rank < 2 else case.rank, index),
-            repeats=lambda case: case.rank > 1,
-            blind=lambda case: case.rank == 1,
-            messages=2,
-            least=2,
-        ),
-        Operation(
-            "send",
-            ("send", "recv"),
-            _call_send,
-            f"a message from rank 0 to rank 1, which answers after {WINDOW} of them",
-            _constant(1),
-            {"osu_bw": "OSU's sends do not block, so that many messages are on their way at a time; these do"},
-            origin=lambda case, index: (0 if case.rank == 1 else case.rank, index),
-            repeats=_not_on(1),
-            blind=lambda case: case.rank == 0,
-            messages=WINDOW,
-            hidden=True,
-            least=2,
-        ),
-        Operation(
-            "neighbor_allgather",
-            ("neighbor_allgather",),
-            lambda case, x: jaxmpi.neighbor_allgather(x, comm=_cartesian(case.size)),
-            "the result: the arrays of four neighbours on a torus of two dimensions",
-            _other_neighbors,
-            _parts_of_osu("neighbor_allgather"),
-            origin=_from_neighbors,
-            parts=_constant(4),
-        ),
-        Operation(
-            "neighbor_alltoall",
-            ("neighbor_alltoall",),
-            lambda case, x: jaxmpi.neighbor_alltoall(x, comm=_cartesian(case.size)),
-            "the array, of which each of four neighbours on a torus of two dimensions gets a part",
-            _other_neighbors,
-            _parts_of_osu("neighbor_alltoall"),
-            origin=_between_neighbors,
-            parts=_constant(4),
-            stacked=lambda case: 4,
-        ),
-        Operation(
-            "grid_exchange",
-            ("exchange",),
-            _call_exchange,
-            "a rank's square block, with a halo of one cell, on a torus of two dimensions; the bus carries the halo",
-            _part_of_halo,
-            origin=_around,
-            fit=_square,
-            changed=_first_row,
-            repeats=_constant(True),
-            square=True,
-        ),
-        Operation(
-            "redistribute",
-            ("redistribute",),
-            _call_redistribute,
-            "a rank's row of a matrix, of which each rank gets its columns",
-            _but_one,
-            origin=_alltoall,
-            parts=_all,
-            stacked=lambda case: case.size,
-        ),
-        Operation(
-            "index_exchange",
-            ("index_exchange",),
-            _call_index_exchange,
-            "a row that the rank owns and a ghost, the row of the next rank; the bus carries one of the two",
-            _constant(0.5),
-            origin=_own_and_next,
-            parts=_constant(2),
-            stacked=lambda case: 2,
-            least=2,
-        ),
-        Operation(
-            "barrier",
-            ("barrier",),
-            _call_barrier,
-            "",
-            _constant(0),
-            {"osu_barrier": ""},
-            hidden=True,
-        ),
-    )
-}
+_ROWS = (
+    Operation(
+        "allreduce",
+        lambda case, x: jaxmpi.allreduce(x, MPI.SUM),
+        "the array",
+        {"osu_allreduce": "", "all_reduce_perf": ""},
+        factor=lambda case: 2 * (case.size - 1) / case.size,
+        reduced=lambda case: range(case.size),
+    ),
+    Operation(
+        "allgather",
+        lambda case, x: jaxmpi.allgather(x),
+        "the result, which all ranks have a part of",
+        _parts_of_osu("allgather", all_gather_perf=""),
+        factor=_but_one,
+        origin=_stack_of_all,
+        parts=lambda size: size,
+    ),
+    Operation(
+        "alltoall",
+        lambda case, x: jaxmpi.alltoall(x),
+        "the array, of which each rank gets a part",
+        _parts_of_osu("alltoall", alltoall_perf=""),
+        factor=_but_one,
+        origin=_alltoall,
+        parts=lambda size: size,
+        stacked=lambda case: case.size,
+    ),
+    Operation(
+        "bcast",
+        lambda case, x: jaxmpi.bcast(x, 0),
+        "the array",
+        {"osu_bcast": "", "broadcast_perf": ""},
+        origin=lambda case, index: (0, index),
+        repeats=lambda case: True,
+    ),
+    Operation(
+        "exscan",
+        _call_exscan,
+        "the array",
+        {"osu_exscan": ""},
+        reduced=lambda case: range(case.rank),
+    ),
+    Operation(
+        "gather",
+        lambda case, x: jaxmpi.gather(x, 0),
+        "root's result, which all ranks have a part of",
+        _parts_of_osu("gather", gather_perf=""),
+        factor=_but_one,
+        origin=_gathered,
+        parts=lambda size: size,
+        repeats=lambda case: case.rank != 0,
+        blind=lambda case: case.rank != 0,
+    ),
+    Operation(
+        "reduce",
+        lambda case, x: jaxmpi.reduce(x, MPI.SUM, 0),
+        "the array",
+        {"osu_reduce": "", "reduce_perf": ""},
+        reduced=lambda case: range(case.size) if case.rank == 0 else (),
+        repeats=lambda case: case.rank != 0,
+        blind=lambda case: case.rank != 0,
+    ),
+    Operation(
+        "reduce_scatter",
+        lambda case, x: jaxmpi.reduce_scatter(x, MPI.SUM),
+        "the array, of whose reduction each rank gets a part",
+        {"osu_reduce_scatter": "", "reduce_scatter_perf": ""},
+        factor=_but_one,
+        origin=lambda case, index: (case.rank, case.rank * case.elements + index),
+        reduced=lambda case: range(case.size),
+        parts=lambda size: size,
+        stacked=lambda case: case.size,
+    ),
+    Operation(
+        "scan",
+        lambda case, x: jaxmpi.scan(x, MPI.SUM),
+        "the array",
+        {"osu_scan": ""},
+        reduced=lambda case: range(case.rank + 1),
+    ),
+    Operation(
+        "scatter",
+        lambda case, x: jaxmpi.scatter(x, 0),
+        "root's array, of which each rank gets a part",
+        _parts_of_osu("scatter", scatter_perf=""),
+        factor=_but_one,
+        origin=lambda case, index: (0, case.rank * case.elements + index),
+        parts=lambda size: size,
+        stacked=lambda case: case.size if case.rank == 0 else 0,
+    ),
+    Operation(
+        "sendrecv",
+        lambda case, x: jaxmpi.sendrecv(x, x, case.others(-1), case.others(1)),
+        "the message that each rank sends to the next one, and receives from the one before",
+        {
+            "osu_bibw": "OSU counts what both ranks send, and has many messages on their way at a time",
+            "sendrecv_perf": "",
+        },
+        origin=lambda case, index: (case.others(-1), index),
+    ),
+    Operation(
+        "pingpong",
+        _call_pingpong,
+        "the message from rank 0 to rank 1 and back; the time is half of that",
+        {"osu_latency": ""},
+        origin=lambda case, index: (1 - case.rank if case.rank < 2 else case.rank, index),
+        repeats=lambda case: case.rank > 1,
+        blind=lambda case: case.rank == 1,
+        messages=2,
+        least=2,
+    ),
+    Operation(
+        "send",
+        _call_send,
+        f"a message from rank 0 to rank 1, which answers after {WINDOW} of them",
+        {"osu_bw": "OSU's sends do not block, so that many messages are on their way at a time; these do"},
+        origin=lambda case, index: (0 if case.rank == 1 else case.rank, index),
+        repeats=lambda case: case.rank != 1,
+        blind=lambda case: case.rank == 0,
+        messages=WINDOW,
+        hidden=True,
+        least=2,
+    ),
+    Operation(
+        "neighbor_allgather",
+        lambda case, x: jaxmpi.neighbor_allgather(x, comm=_cartesian(case.size)),
+        "the result: the arrays of four neighbours on a torus of two dimensions",
+        _parts_of_osu("neighbor_allgather"),
+        factor=_other_neighbors,
+        origin=_from_neighbors,
+        parts=lambda size: 4,
+    ),
+    Operation(
+        "neighbor_alltoall",
+        lambda case, x: jaxmpi.neighbor_alltoall(x, comm=_cartesian(case.size)),
+        "the array, of which each of four neighbours on a torus of two dimensions gets a part",
+        _parts_of_osu("neighbor_alltoall"),
+        factor=_other_neighbors,
+        origin=_between_neighbors,
+        parts=lambda size: 4,
+        stacked=lambda case: 4,
+    ),
+    Operation(
+        "grid_exchange",
+        lambda case, x: _grid(case.size, _side(case)).exchange(x),
+        "a rank's square block, with a halo of one cell, on a torus of two dimensions; the bus carries the halo",
+        factor=_part_of_halo,
+        origin=_around,
+        changed=_first_row,
+        repeats=lambda case: True,
+        square=True,
+    ),
+    Operation(
+        "redistribute",
+        _call_redistribute,
+        "a rank's row of a matrix, of which each rank gets its columns",
+        factor=_but_one,
+        origin=_alltoall,
+        parts=lambda size: size,
+        stacked=lambda case: case.size,
+    ),
+    Operation(
+        "index_exchange",
+        lambda case, x: _ring(case.rank, case.size).exchange(x),
+        "a row that the rank owns and a ghost, the row of the next rank; the bus carries one of the two",
+        factor=lambda case: 0.5,
+        origin=_own_and_next,
+        parts=lambda size: 2,
+        stacked=lambda case: 2,
+        least=2,
+    ),
+    Operation("barrier", _call_barrier, "", {"osu_barrier": ""}, hidden=True),
+)
+
+OPERATIONS = {row.name: row for row in _ROWS}
 
 
-def _by_counts(of: str, name: str, core_name: str, call: Callable[[Case, jax.Array], jax.Array]) -> Operation:
+def _by_counts(of: str, name: str, call: Callable[[Case, jax.Array], jax.Array]) -> Operation:
     """Return the row of an operation by counts, of parts that have the same length here."""
     row = OPERATIONS[of]
     remark = row.names[f"osu_{of}"]
     names = {f"osu_{name}": remark} if remark else {}
-    return replace(
-        row, name=name, uses=(core_name,), call=call, size=f"{row.size}, here of the same length", names=names
-    )
+    return replace(row, name=name, call=call, size=f"{row.size}, here of the same length", names=names)
 
 
 OPERATIONS |= {
     row.name: row
     for row in (
-        _by_counts(
-            "allgather", "allgatherv", "allgatherv", lambda case, x: jaxmpi.allgatherv(x[None], _each_one(case))
-        ),
-        _by_counts(
-            "alltoall",
-            "alltoallv",
-            "alltoallv",
-            lambda case, x: jaxmpi.alltoallv(x, _each_one(case), _each_one(case)),
-        ),
-        _by_counts("gather", "gatherv", "gatherv", _call_gatherv),
+        _by_counts("allgather", "allgatherv", lambda case, x: jaxmpi.allgatherv(x[None], _each_one(case))),
+        _by_counts("alltoall", "alltoallv", lambda case, x: jaxmpi.alltoallv(x, _each_one(case), _each_one(case))),
+        _by_counts("gather", "gatherv", _call_gatherv),
         _by_counts(
             "reduce_scatter",
             "reduce_scatter_counts",
-            "reduce_scatterv",
             lambda case, x: jaxmpi.reduce_scatter(x, MPI.SUM, _each_one(case))[0],
         ),
-        _by_counts("scatter", "scatterv", "scatterv", _call_scatterv),
+        _by_counts(
+            "scatter",
+            "scatterv",
+            lambda case, x: jaxmpi.scatterv(x if case.rank == 0 else x[None], _each_one(case), 0)[0],
+        ),
     )
 }
 
 USUAL = ("allreduce", "allgather", "alltoall", "bcast", "sendrecv", "pingpong", "grid_exchange", "barrier")
 """The operations that are measured if the user names none."""
 
-NOBODY = Operation("nobody", (), _call_nobody, "", _constant(0), hidden=True)
+NOBODY = Operation("nobody", _call_nobody, "", hidden=True)
 """A message to nobody, which measures the time that XLA takes for any operation and the code around it."""
 
 

@@ -12,15 +12,13 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from mpi4py import MPI
 
 from jaxmpi._bench import operations, programs
 from jaxmpi._bench.data import Numbers
 from jaxmpi._bench.operations import Case, Operation
+from jaxmpi._bench.timing import COMM
 from jaxmpi._mpi.library import DATATYPES
 from jaxmpi._primitive import arguments
-
-COMM = MPI.COMM_WORLD
 
 SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 16 << 20)
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

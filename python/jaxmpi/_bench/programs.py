@@ -29,7 +29,12 @@ from jaxmpi._bench.operations import NOBODY, Case, Operation
 from jaxmpi._bench.timing import COMM, Batch, Sample, take_turns
 from jaxmpi._primitive.jit import jit
 
-HOW = ("loop", "call", "eager")
+HOW = {
+    "loop": "in a fori_loop of one compiled program",
+    "call": "each a call of jaxmpi.jit",
+    "eager": "each an eager one",
+}
+"""How the turns call the operation, and the words for it."""
 FEWEST, MOST = 5, 10_000
 """Turns in a round."""
 _CHANGES = 1 << 18

@@ -170,6 +170,7 @@ def plot(
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["bytes"]]
+    colours = {label: f"C{number}" for number, label in enumerate(dict.fromkeys(row[labels] for row in rows))}
     headings = list(dict.fromkeys(row[columns] if columns else "" for row in rows)) or [""]
     picture = Figure(figsize=(3 + 3.2 * len(headings), 3.2 * len(panels)), layout="constrained")
     grid = picture.subplots(len(panels), len(headings), sharex=True, sharey="row", squeeze=False)
@@ -177,7 +178,10 @@ def plot(
     for across, heading in enumerate(headings):
         of_column = [row for row in rows if not columns or row[columns] == heading]
         for axes, name in zip(grid[:, across], panels, strict=True):
-            curves |= _draw(axes, name, labels, of_column, curves)
+            for label, colour in colours.items():
+                points = [(row["bytes"], row[name]) for row in of_column if row[labels] == label and row[name]]
+                if points:
+                    (curves[label],) = axes.plot(*zip(*points, strict=True), ".-", label=label, color=colour)
             axes.grid(True, alpha=0.3)
             axes.set(xscale="log", yscale="log")
         grid[0, across].set_title(heading)
@@ -187,16 +191,3 @@ def plot(
     picture.suptitle(title)
     picture.legend(handles=list(curves.values()), loc="outside right center")
     picture.savefig(path, dpi=120)
-
-
-def _draw(
-    axes: Any, name: str, labels: str, rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Draw the curves of one panel, each in the colour that it has in other panels."""
-    curves: dict[str, Any] = {}
-    for label in dict.fromkeys(row[labels] for row in rows):
-        points = [(row["bytes"], row[name]) for row in rows if row[labels] == label and row[name]]
-        if points:
-            colour = before[label].get_color() if label in before else f"C{len(before) + len(curves)}"
-            curves[label] = axes.plot(*zip(*points, strict=True), ".-", label=label, color=colour)[0]
-    return curves
