@@ -24,8 +24,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 WAITS = {"wait", "exchange_finish"}
 """The operations that wait for nonblocking ones."""
 
-FROM_ROOT, TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
-
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
@@ -166,8 +164,8 @@ def _job(headers: dict[Path, dict[str, Any]]) -> Job:
 
 def _header(path: Path) -> dict[str, Any] | None:
     """Return the header of a file. None: it has none, because the process was killed."""
-    with _errors_of(path):
-        facts = filter(None, map(_fact, islice(_lines(path), 5)))
+    with _errors_of(path), path.open(errors="replace") as file:
+        facts = filter(None, map(_fact, islice(file, 5)))
         return next((fact["args"] for fact in facts if fact["name"] == "jaxmpi"), None)
 
 
@@ -212,10 +210,10 @@ def _errors_of(path: Path) -> Iterator[None]:
 def _read(path: Path) -> Rank:
     header = _header(path)
     assert header is not None, path
-    with _errors_of(path):
+    with _errors_of(path), path.open(errors="replace") as file:
         names = ("rank", "size", "host", "clock", "monotonic", "realtime")
         rank = Rank(**{name: header[name] for name in names})
-        _add_lines(rank, _lines(path))
+        _add_lines(rank, file)
     rank.events.sort(key=lambda event: event.begin)
     _count_communicators(rank)
     _join_ends(rank)
@@ -235,15 +233,8 @@ def _add_lines(rank: Rank, lines: Iterable[str]) -> None:
             continue
         begin = float(line["ts"])
         shown, arguments = line["name"], line["args"]
-        event = Event(
-            rank.rank,
-            line["tid"],
-            arguments.pop("operation", shown),
-            begin,
-            begin + line.get("dur", 0.0),
-            arguments,
-            shown=shown,
-        )
+        name, end = arguments.pop("operation", shown), begin + line.get("dur", 0.0)
+        event = Event(rank.rank, line["tid"], name, begin, end, arguments, shown=shown)
         last = max(last, event.end)
         if line["ph"] == "B":
             begun[event.track] = event
@@ -274,11 +265,6 @@ def _fact(line: str) -> dict[str, Any] | None:
         return _DECODER.decode(line.strip().removesuffix(","))
     except (ValueError, RecursionError):
         return None
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(errors="replace") as file:
-        yield from file
 
 
 def _add_fact(rank: Rank, name: str, entries: dict[str, Any]) -> None:

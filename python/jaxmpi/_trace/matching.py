@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmpi._trace.files import FROM_ROOT, TO_ROOT, WAITS, Communicator, Event, Rank
+from jaxmpi._trace.files import WAITS, Communicator, Event, Rank
 
 MESSAGES = {"send", "recv", "sendrecv", "isend", "irecv"}
 ALONE = {"after", "hold", *WAITS}
 """The operations that are no collectives and no messages."""
 _ONE_CLOCK: Mapping[int, str] = {}
+FROM_ROOT, TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
 _STARTED = {"iallreduce", "ialltoall", "ibarrier", "ibcast", "ireduce"}
 _WITH_NEIGHBORS = {"exchange", "exchange_start"}
 _BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"}
