@@ -254,12 +254,11 @@ NAMES = [
     ("osu_latency", "pingpong"),
     ("osu_bw", "send"),
     ("osu_bibw", "sendrecv"),
-    *((f"osu_{name}", name) for name in ("allreduce", "bcast", "allgather", "alltoall", "gather", "scatter")),
-    *((f"osu_{name}", name) for name in ("reduce", "scan", "barrier", "neighbor_allgather")),
+    ("osu_barrier", "barrier"),
+    ("osu_neighbor_allgather", "neighbor_allgather"),
+    ("osu_alltoallv", "alltoallv"),
     ("all_reduce_perf", "allreduce"),
-    ("all_gather_perf", "allgather"),
     ("broadcast_perf", "bcast"),
-    *((f"{name}_perf", name) for name in ("reduce", "alltoall", "gather", "scatter", "sendrecv")),
 ]
 
 

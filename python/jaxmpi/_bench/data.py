@@ -89,13 +89,9 @@ class Numbers:
     def draw(self, run: int, ranks: Any, index: Any, turn: Any) -> np.ndarray:
         """Return the integers at these indices of the operands of these ranks, for elements that last changed before
         this turn. All elements are set before turn 0."""
-        fixed, mixed = 0, np.zeros(1, np.uint32)
+        mixed = np.zeros(1, np.uint32)
         for seed, factor in ((index, 2654435761), (ranks, 2246822519), (turn, 3266489917), (run, 668265263)):
-            if isinstance(seed, np.ndarray):
-                mixed = mixed + seed.astype(np.uint32) * np.uint32(factor)
-            else:
-                fixed += int(seed) * factor
-        mixed = mixed + np.uint32(fixed % (1 << 32))
+            mixed = mixed + np.atleast_1d(seed).astype(np.uint32) * np.uint32(factor)
         mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(2246822519)
         return (mixed ^ (mixed >> np.uint32(13))) & np.uint32(self.levels - 1)
 

@@ -122,10 +122,6 @@ def _stack_of_all(case: Case, index: Any) -> Origin:
     return index // case.elements, index % case.elements
 
 
-def _gathered(case: Case, index: Any) -> Origin:
-    return _stack_of_all(case, index) if case.rank == 0 else _own(case, index)
-
-
 def _alltoall(case: Case, index: Any) -> Origin:
     return index // case.elements, case.rank * case.elements + index % case.elements
 
@@ -203,10 +199,6 @@ def _neighbors(case: Case) -> np.ndarray:
     row, column = divmod(case.rank, _dims(case.size)[1])
     steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
     return np.array([_rank_at(case, row + down, column + right) for down, right in steps])
-
-
-def _from_neighbors(case: Case, index: Any) -> Origin:
-    return _neighbors(case)[index // case.elements], index % case.elements
 
 
 def _between_neighbors(case: Case, index: Any) -> Origin:
@@ -332,7 +324,7 @@ _ROWS = (
         "root's result, which all ranks have a part of",
         _parts_of_osu("gather", gather_perf=""),
         factor=_but_one,
-        origin=_gathered,
+        origin=lambda case, index: _stack_of_all(case, index) if case.rank == 0 else _own(case, index),
         parts=lambda size: size,
         repeats=lambda case: case.rank != 0,
         blind=lambda case: case.rank != 0,
@@ -413,7 +405,7 @@ _ROWS = (
         "the result: the arrays of four neighbours on a torus of two dimensions",
         _parts_of_osu("neighbor_allgather"),
         factor=_other_neighbors,
-        origin=_from_neighbors,
+        origin=lambda case, index: (_neighbors(case)[index // case.elements], index % case.elements),
         parts=lambda size: 4,
     ),
     Operation(

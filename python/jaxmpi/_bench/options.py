@@ -122,7 +122,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def _problems(options: argparse.Namespace) -> Iterator[str]:
     """Yield the problems of the options. Also set further options that follow from them."""
     options.rows = []
-    for name in options.operations or usual():
+    usual = (name for name in operations.USUAL if operations.OPERATIONS[name].least <= COMM.size)
+    for name in options.operations or usual:
         row = operations.named(name)
         if row is None:
             close = difflib.get_close_matches(name, operations.all_names(), 1)
@@ -134,10 +135,6 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     yield from _dtype_problems(options)
     if COMM.rank == 0:
         yield from _file_problems(options)
-
-
-def usual() -> list[str]:
-    return [name for name in operations.USUAL if operations.OPERATIONS[name].least <= COMM.size]
 
 
 def _dtype_problems(options: argparse.Namespace) -> Iterator[str]:
