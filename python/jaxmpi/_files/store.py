@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,6 @@ from jaxmpi._files.metadata import META
 _PIECE = 1 << 20
 """Bytes of which a checksum is computed before other threads may run. As many are read at once."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
-_SETTING = threading.Lock()
-"""Held while a setting of zarr is changed, because zarr has one setting for all threads."""
 
 
 def need(operation: str) -> Any:
@@ -172,18 +169,19 @@ def with_checksum(chunk: np.ndarray) -> list[np.ndarray]:
 
 def _encoded(zarr: Any, stored: Stored, index: Index, chunk: np.ndarray) -> list[np.ndarray]:
     """Return the bytes of a chunk as zarr encodes them, with their checksum at the end."""
-    with _SETTING, zarr.config.set({"array.write_empty_chunks": True}):
-        array, memory, name = _in_memory(zarr, stored, index)
-        array[...] = chunk
+    array, memory, name = _in_memory(zarr, stored, index)
+    array[...] = chunk
     return [np.frombuffer(memory._store_dict[name].to_bytes(), np.uint8)]
 
 
 def _in_memory(zarr: Any, stored: Stored, index: Index) -> tuple[Any, Any, str]:
     """Make an array that is one chunk, in memory. Return it, the store, and the name of the chunk in the store."""
+    from zarr.core.array_spec import ArrayConfig
     from zarr.storage import MemoryStore, StorePath
 
-    memory = MemoryStore({})
-    array = zarr.Array.from_dict(StorePath(memory), {**stored.meta, "shape": list(stored.chunks)})
+    memory, meta = MemoryStore({}), {**stored.meta, "shape": list(stored.chunks)}
+    config = ArrayConfig.from_dict({"write_empty_chunks": True})  # also a chunk of zeros is a file
+    array = zarr.Array(zarr.AsyncArray(meta, StorePath(memory), config))
     return array, memory, "/".join(("c", *("0" for _ in index)))
 
 
