@@ -139,10 +139,8 @@ def load(
                 if agreement.of_rank(clone, clone.rank == 0 and _is_another(path, data, operation)):
                     continue
                 raise
-            for i, leaf in enumerate(wanted):
-                values[i] = _finished(
-                    values[i], leaf, readers.get(i)
-                )  # frees the stored values, one leaf after the other
+            for i, leaf in enumerate(wanted):  # frees the stored values, one leaf after the other
+                values[i] = _finished(values[i], leaf, readers.get(i))
             return build(values)
         raise OSError(
             f"{operation}: other jobs have replaced {path} {_TRIES} times while it was read: wait for their end."
@@ -181,9 +179,7 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
     operation = "load"
     layout.check_needed(layout.divided(grid), Options(width, axes), operation)
     if like is None:
-        tree = metadata.parsed(
-            state.path, lambda: trees.build(state.skeleton, lambda name: state.records[name]), operation
-        )
+        tree = metadata.parsed(state.path, lambda: trees.build(state.skeleton, state.records.__getitem__), operation)
         records, structure = jax.tree.flatten(tree)
         names = [record.name for record in records]
         targets: list[Any] = [None] * len(records)

@@ -1,6 +1,5 @@
 """The record of a leaf of a tree in a file: the type, the dtype, and the axes that were divided among ranks."""
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,11 +63,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         default = Record("", "")
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(default, field.name)
-        }
+        return {name: value for name, value in vars(self).items() if value != getattr(default, name)}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> "Record":
