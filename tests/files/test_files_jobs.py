@@ -62,12 +62,14 @@ def test_other_numbers_of_ranks(script, tmp_path, written):
 
 
 def test_without_wide_types(script, tmp_path):
-    """NumPy's wide numbers keep their bits where JAX has none of 64 bits; JAX's own are an error that helps."""
+    """NumPy's wide numbers keep their bits where JAX has none of 64 bits; JAX's own are an error that helps. And the
+    import is light: the first call imports zarr."""
     program = script(
         """
     import sys
     import numpy as np
     from jaxmpi import io
+    assert "zarr" not in sys.modules and "google_crc32c" not in sys.modules
     assert not jax.config.read("jax_enable_x64")
     whole = np.random.default_rng(0).random((7, 9))
     g = jaxmpi.Grid((0, 1), whole.shape)
@@ -92,18 +94,6 @@ def test_without_wide_types(script, tmp_path):
     """
     )
     launch(2, program, tmp_path, JAX_ENABLE_X64="0")
-
-
-def test_import_is_light(script):
-    """The first call imports zarr."""
-    launch(
-        1,
-        script("""
-        import sys
-        from jaxmpi import io
-        assert "zarr" not in sys.modules and "google_crc32c" not in sys.modules
-    """),
-    )
 
 
 CHECKPOINTS = (
