@@ -170,11 +170,6 @@ _DIFFERING = {  # each number of a record is tested in tests/c/test_compare.c
         lambda on, rank, x: on.bcast(x, 0) if rank else on.allreduce(x, MPI.SUM),
         ("allreduce SUM of 3 float32 (a value)", "bcast from root 0 of 3 float32 (a value)"),
     ),
-    "types": (
-        lambda on, rank, x: on.gather(x.astype([jnp.int32, jnp.float32][rank]), 1),
-        ("gather to root 1 of 3 int32", "gather to root 1 of 3 float32"),
-    ),
-    "reductions": (lambda on, rank, x: on.scan(x, [MPI.SUM, MPI.MAX][rank]), ("scan SUM of", "scan MAX of")),
     "tangents": (
         lambda on, rank, x: (jax.jvp(_sum(on), (x,), (x,)), _sum(on)(x)) if rank == 0 else (_sum(on)(x), _sum(on)(x)),
         ("allreduce SUM of 3 float32 (a tangent)", "allreduce SUM of 3 float32 (a value)"),
