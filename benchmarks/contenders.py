@@ -59,21 +59,24 @@ FACTORS = tuple(FACTOR - 0.0005 * rank / SIZE for rank in range(SIZE))
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. `jax`, `numpy` and `witness` are the operation alone; a step scales what they return."""
+    """One operation. `jax`, `mpi4py` and `witness` are the operation alone; a step scales the result."""
 
     name: str
 
     jax: Callable[[Any, jax.Array], jax.Array]
     """(jaxmpi or mpi4jax, x) -> result: the two have the same functions."""
 
-    numpy: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    """(x, room for the result) -> result"""
+    mpi4py: Callable[[np.ndarray, np.ndarray], Any]
+    """(x, room for the result): the result is in that room, or in x."""
 
     witness: Callable[[np.ndarray], np.ndarray]
     """x of all ranks -> the results of all ranks, without communication; the first axis is the rank."""
 
     factors: tuple[float, ...] = FACTORS
     """What each rank multiplies by."""
+
+    in_place: bool = False
+    """mpi4py leaves the result in x on this rank."""
 
     keep: Callable[[Any, int], Any] | None = None
     """(result, rank) -> the part of the result that the next step works on, where that is not all."""
@@ -88,6 +91,10 @@ class Operation:
     @property
     def factor(self) -> float:
         return self.factors[RANK]
+
+    def by_mpi4py(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        self.mpi4py(x, y)
+        return x if self.in_place else y
 
     def kept(self, result: Any, rank: int = RANK) -> Any:
         return result if self.keep is None else self.keep(result, rank)
@@ -142,113 +149,61 @@ def _barrier(mpi, x):
     return x
 
 
-def _numpy_allreduce(x, y):
-    COMM.Allreduce(x, y, MPI.SUM)
-    return y
-
-
-def _numpy_pingpong(x, y):
+def _mpi4py_pingpong(x, y):
     if RANK == 0:
         COMM.Send(x, 1)
         COMM.Recv(y, 1)
     if RANK == 1:
         COMM.Recv(y, 0)
         COMM.Send(y, 0)
-    return y if RANK < 2 else x
 
 
-def _numpy_sendrecv(x, y):
-    COMM.Sendrecv(x, RIGHT, recvbuf=y, source=LEFT)
-    return y
-
-
-def _numpy_bcast(x, y):
-    COMM.Bcast(x, 0)
-    return x
-
-
-def _numpy_allgather(x, y):
-    COMM.Allgather(x, y)
-    return y
-
-
-def _numpy_alltoall(x, y):
-    COMM.Alltoall(x, y)
-    return y
-
-
-def _numpy_alltoallv(x, y):
+def _mpi4py_alltoallv(x, y):
     counts = [x.shape[1]] * SIZE
     COMM.Alltoallv([x, counts], [y, counts])
-    return y
 
 
-def _numpy_barrier(x, y):
-    COMM.Barrier()
-    return x
-
-
-def _witness_allreduce(x):
-    return np.broadcast_to(np.add.reduce(x, dtype=np.float32), x.shape)
-
-
-def _witness_pingpong(x):
-    return x[[0, 0, *range(2, SIZE)]]
-
-
-def _witness_sendrecv(x):
-    return x[np.arange(SIZE) - 1]
-
-
-def _witness_bcast(x):
-    return np.broadcast_to(x[0], x.shape)
-
-
-def _witness_allgather(x):
-    return np.broadcast_to(x, (SIZE, *x.shape))
-
-
-def _witness_alltoall(x):
-    return x.swapaxes(0, 1)
-
-
-def _witness_barrier(x):
-    return x
-
-
+SENDRECV = Operation(
+    "sendrecv",
+    lambda mpi, x: mpi.sendrecv(x, x, LEFT, RIGHT, comm=COMM),
+    lambda x, y: COMM.Sendrecv(x, RIGHT, recvbuf=y, source=LEFT),
+    lambda x: x[np.arange(SIZE) - 1],
+)
+ALLTOALL = Operation(
+    "alltoall", lambda mpi, x: mpi.alltoall(x, comm=COMM), COMM.Alltoall, lambda x: x.swapaxes(0, 1), parts=True
+)
 OPERATIONS = {
     operation.name: operation
     for operation in (
         Operation(
             "allreduce",
             lambda mpi, x: mpi.allreduce(x, op=MPI.SUM, comm=COMM),
-            _numpy_allreduce,
-            _witness_allreduce,
+            lambda x, y: COMM.Allreduce(x, y, MPI.SUM),
+            lambda x: np.broadcast_to(np.add.reduce(x, dtype=np.float32), x.shape),
             factors=(FACTOR / SIZE,) * SIZE,
             rounding=SIZE * float(np.finfo(np.float32).eps) if SIZE > 2 else 0.0,  # two have but one order
         ),
-        Operation("pingpong", _pingpong, _numpy_pingpong, _witness_pingpong),
+        Operation("pingpong", _pingpong, _mpi4py_pingpong, lambda x: x[[0, 0, *range(2, SIZE)]], in_place=RANK > 1),
+        SENDRECV,
         Operation(
-            "sendrecv",
-            lambda mpi, x: mpi.sendrecv(x, x, LEFT, RIGHT, comm=COMM),
-            _numpy_sendrecv,
-            _witness_sendrecv,
+            "bcast",
+            lambda mpi, x: mpi.bcast(x, 0, comm=COMM),
+            lambda x, y: COMM.Bcast(x, 0),
+            lambda x: np.broadcast_to(x[0], x.shape),
+            in_place=True,
         ),
-        Operation("bcast", lambda mpi, x: mpi.bcast(x, 0, comm=COMM), _numpy_bcast, _witness_bcast),
         Operation(
             "allgather",
             lambda mpi, x: mpi.allgather(x, comm=COMM),
-            _numpy_allgather,
-            _witness_allgather,
+            COMM.Allgather,
+            lambda x: np.broadcast_to(x, (SIZE, *x.shape)),
             keep=lambda y, rank: y[(rank + 1) % SIZE],
         ),
-        Operation(
-            "alltoall", lambda mpi, x: mpi.alltoall(x, comm=COMM), _numpy_alltoall, _witness_alltoall, parts=True
-        ),
-        Operation("barrier", _barrier, _numpy_barrier, _witness_barrier),
-        Operation("alltoallv", _alltoallv, _numpy_alltoallv, _witness_alltoall, parts=True),
-        Operation("sendrecv, traced", _sendrecv_traced, _numpy_sendrecv, _witness_sendrecv),
-        Operation("sendrecv by requests", _sendrecv_by_requests, _numpy_sendrecv, _witness_sendrecv),
+        ALLTOALL,
+        Operation("barrier", _barrier, lambda x, y: COMM.Barrier(), lambda x: x, in_place=True),
+        replace(ALLTOALL, name="alltoallv", jax=_alltoallv, mpi4py=_mpi4py_alltoallv),
+        replace(SENDRECV, name="sendrecv, traced", jax=_sendrecv_traced),
+        replace(SENDRECV, name="sendrecv by requests", jax=_sendrecv_by_requests),
     )
 }
 """The last three are not in the tables of calls.py: mpi4jax does not have them."""
@@ -310,10 +265,6 @@ class Data:
         return wrong
 
 
-def scaled(operation: Operation, x: np.ndarray) -> np.ndarray:
-    return operation.step_of_all(x)
-
-
 def alone(operation: Operation, x: np.ndarray) -> np.ndarray:
     return operation.witness(x)
 
@@ -339,7 +290,9 @@ def chain(function: Callable[[jax.Array], jax.Array], calls: int) -> Callable[[j
 def _jax_loop(mpi, jit):
     def build(data, calls):
         compiled = jit(repeated(data.operation.step(mpi), calls))
-        return Batch(calls, data.on_device, lambda x: compiled(x).block_until_ready(), data.check(scaled, calls))
+        return Batch(
+            calls, data.on_device, lambda x: compiled(x).block_until_ready(), data.check(Operation.step_of_all, calls)
+        )
 
     return build
 
@@ -347,7 +300,7 @@ def _jax_loop(mpi, jit):
 def _jax_call(mpi, jit):
     def build(data, calls):
         run = chain(jit(data.operation.step(mpi)), calls)
-        return Batch(calls, data.on_device, run, data.check(scaled, calls))
+        return Batch(calls, data.on_device, run, data.check(Operation.step_of_all, calls))
 
     return build
 
@@ -396,19 +349,19 @@ def _room(operation: Operation, x: np.ndarray) -> np.ndarray:
     return np.ones((SIZE, *x.shape) if operation.name == "allgather" else x.shape, np.float32)
 
 
-def _numpy_loop(data, calls):
-    numpy, kept, factor = data.operation.numpy, data.operation.kept, data.operation.factor
+def _mpi4py_loop(data, calls):
+    by_mpi4py, kept, factor = data.operation.by_mpi4py, data.operation.kept, data.operation.factor
     y = _room(data.operation, data.on_host(0))
 
     def run(x):
         for _ in range(calls):
-            np.multiply(kept(numpy(x, y)), factor, out=x)
+            np.multiply(kept(by_mpi4py(x, y)), factor, out=x)
         return x
 
-    return Batch(calls, lambda turn: data.on_host(turn).copy(), run, data.check(scaled, calls))
+    return Batch(calls, lambda turn: data.on_host(turn).copy(), run, data.check(Operation.step_of_all, calls))
 
 
-def _numpy_eager(data, calls):
+def _mpi4py_eager(data, calls):
     operation = data.operation
     room = _room(operation, data.on_host(0))
 
@@ -421,12 +374,12 @@ def _numpy_eager(data, calls):
         for call in range(calls):
             if call % DOUBLINGS == 0:
                 np.copyto(x, values)
-            result = operation.numpy(x, y)
+            result = operation.by_mpi4py(x, y)
             if result is y and x.shape == y.shape:
                 x, y = y, x
         return result
 
-    check = _check_eager(data, calls, lambda turn: operation.numpy(data.on_host(turn).copy(), room))
+    check = _check_eager(data, calls, lambda turn: operation.by_mpi4py(data.on_host(turn).copy(), room))
     return Batch(calls, start, run, check)
 
 
@@ -459,7 +412,7 @@ def _c_loop(in_place):
             x[...] = data.on_host(turn)
             return x
 
-        return Batch(calls, start, run, data.check(scaled, calls))
+        return Batch(calls, start, run, data.check(Operation.step_of_all, calls))
 
     return build
 
@@ -482,7 +435,7 @@ class Contender:
 CONTENDERS = (
     Contender("loop", "C", _c_loop(False), 0.6e-6, "C"),
     Contender("loop", "C, in place", _c_loop(True), 0.6e-6, "C"),
-    Contender("loop", "mpi4py", _numpy_loop, 2e-6),
+    Contender("loop", "mpi4py", _mpi4py_loop, 2e-6),
     Contender("loop", "jaxmpi", _jax_loop(jaxmpi, jaxmpi.jit), 0.7e-6),
     Contender("loop", "mpi4jax", _jax_loop(MPI4JAX, jax.jit), 1e-6, "mpi4jax"),
     Contender("jit", "jaxmpi", _jax_call(jaxmpi, jaxmpi.jit), 10e-6),
@@ -490,7 +443,7 @@ CONTENDERS = (
     Contender("jit", "mpi4jax", _jax_call(MPI4JAX, jax.jit), 200e-6, "mpi4jax"),
     Contender("jit", PLAIN, _plain_jax, 5e-6),
     Contender("eager", "jaxmpi", _jax_eager(jaxmpi), 20e-6),
-    Contender("eager", "mpi4py", _numpy_eager, 1e-6),
+    Contender("eager", "mpi4py", _mpi4py_eager, 1e-6),
     Contender("eager", "mpi4jax", _jax_eager(MPI4JAX), 18e-3, "mpi4jax"),
 )
 
@@ -547,9 +500,9 @@ def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str
 
         many, few = (max(2, int(seconds / (leaves * latency))) for latency in (1e-6, 20e-6))
         few = min(few, DOUBLINGS)
-        loop, check = jaxmpi.jit(repeated(step, many)), whole(data.check(scaled, many))
+        loop, check = jaxmpi.jit(repeated(step, many)), whole(data.check(Operation.step_of_all, many))
         batches["loop", name] = Batch(many, start(data), lambda x, f=loop: jax.block_until_ready(f(x)), check)
-        check = whole(data.check(scaled, few))
+        check = whole(data.check(Operation.step_of_all, few))
         batches["jit", name] = Batch(few, start(data), steps(jaxmpi.jit(step), few), check)
         batches["eager", name] = Batch(few, start(tiny), steps(function, few), whole(tiny.check(alone, few)))
     return batches

@@ -32,28 +32,18 @@ struct halos {
   struct phase phases[2];
 };
 
-static float *pack(const struct halos *h, const struct strip *s, float *to) {
+/* Copies a strip of all fields into a message, or a message into a strip; returns the place behind in the message. */
+static float *pack(const struct halos *h, const struct strip *s, float *message, int unpack) {
   for (int f = 0; f < h->number; f++)
-    for (int i = 0; i < s->height; i++, to += s->width) {
-      const float *from = h->fields[f] + (size_t)(s->top + i) * h->pitch + s->left;
+    for (int i = 0; i < s->height; i++, message += s->width) {
+      float *cells = h->fields[f] + (size_t)(s->top + i) * h->pitch + s->left;
+      float *to = unpack ? cells : message, *from = unpack ? message : cells;
       if (s->width == 2)
         memcpy(to, from, 2 * sizeof *to);
       else
         memcpy(to, from, (size_t)s->width * sizeof *to);
     }
-  return to;
-}
-
-static const float *unpack(const struct halos *h, const struct strip *s, const float *from) {
-  for (int f = 0; f < h->number; f++)
-    for (int i = 0; i < s->height; i++, from += s->width) {
-      float *to = h->fields[f] + (size_t)(s->top + i) * h->pitch + s->left;
-      if (s->width == 2)
-        memcpy(to, from, 2 * sizeof *to);
-      else
-        memcpy(to, from, (size_t)s->width * sizeof *to);
-    }
-  return from;
+  return message;
 }
 
 static void exchange(struct halos *h) {
@@ -66,14 +56,14 @@ static void exchange(struct halos *h) {
                 phase->peers[k].rank, 1, MPI_COMM_WORLD, &requests[k]);
     for (int k = 0; k < n; k++) {
       float *to = phase->peers[k].sent;
-      for (int i = 0; i < phase->peers[k].count; i++) to = pack(h, &phase->peers[k].out[i], to);
+      for (int i = 0; i < phase->peers[k].count; i++) to = pack(h, &phase->peers[k].out[i], to, 0);
       MPI_Isend(phase->peers[k].sent, (int)(phase->peers[k].floats * (size_t)h->number), MPI_FLOAT,
                 phase->peers[k].rank, 1, MPI_COMM_WORLD, &requests[n + k]);
     }
     MPI_Waitall(n, requests, MPI_STATUSES_IGNORE);
     for (int k = 0; k < n; k++) {
-      const float *from = phase->peers[k].received;
-      for (int i = 0; i < phase->peers[k].count; i++) from = unpack(h, &phase->peers[k].in[i], from);
+      float *from = phase->peers[k].received;
+      for (int i = 0; i < phase->peers[k].count; i++) from = pack(h, &phase->peers[k].in[i], from, 1);
     }
     MPI_Waitall(n, requests + n, MPI_STATUSES_IGNORE);
   }

@@ -1,7 +1,7 @@
-/* What a redistribution is measured against: an array of floats in three dimensions, in blocks of the same size on a
- * grid of processes, becomes blocks on another grid, in two ways:
+/* What a redistribution is measured against: a cube of floats in slabs, cut along the first axis, becomes pencils, cut
+ * along the second, and slabs again, in two ways:
  *
- *   packed      boxes are packed into messages, which are taken apart as they come; what stays on a rank is copied
+ *   packed      parts are packed into messages, which are taken apart as they come; what stays on a rank is copied
  *   alltoallw   one MPI_Alltoallw with MPI_Type_create_subarray on both sides
  *
  * Compiled by redistribute.py. */
@@ -9,169 +9,94 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { AXES = 3, MOST_RANKS = 64 };
+enum { MOST_RANKS = 64 };
+enum side { SLAB, PENCIL };
 
-/* Cells of the global array, from `first` up to `end` along each axis. */
-struct cells {
-  int first[AXES], end[AXES];
-};
-
-struct layout {
-  int processes[AXES];
-  const int *shape;
-};
-
-static struct cells block_of(const struct layout *layout, int rank) {
-  struct cells block;
-  for (int axis = AXES - 1; axis >= 0; axis--) {
-    int size = layout->shape[axis] / layout->processes[axis], at = rank % layout->processes[axis];
-    rank /= layout->processes[axis];
-    block.first[axis] = at * size, block.end[axis] = (at + 1) * size;
-  }
-  return block;
-}
-
-static struct cells common(struct cells a, struct cells b) {
-  for (int axis = 0; axis < AXES; axis++) {
-    if (b.first[axis] > a.first[axis]) a.first[axis] = b.first[axis];
-    if (b.end[axis] < a.end[axis]) a.end[axis] = b.end[axis];
-  }
-  return a;
-}
-
-static size_t length(const struct cells *c, int axis) {
-  return c->end[axis] > c->first[axis] ? (size_t)(c->end[axis] - c->first[axis]) : 0;
-}
-static size_t number(const struct cells *c) { return length(c, 0) * length(c, 1) * length(c, 2); }
-
-/* A box in an array: where it begins, and elements from a row and from a plane to the next. */
-struct box {
-  float *data;
-  size_t row, plane;
-};
-
-static struct box box_in(float *array, const struct cells *block, const struct cells *box) {
-  size_t row = length(block, 2), plane = row * length(block, 1), at = (size_t)(box->first[2] - block->first[2]);
-  at += (size_t)(box->first[1] - block->first[1]) * row + (size_t)(box->first[0] - block->first[0]) * plane;
-  return (struct box){array + at, row, plane};
-}
-
-static void copy(struct box to, struct box from, const struct cells *c) {
-  size_t planes = length(c, 0), rows = length(c, 1), run = length(c, 2);
-  if (to.row == run && from.row == run) {
-    run *= rows, rows = 1;
-    if (to.plane == run && from.plane == run) run *= planes, planes = 1;
-  }
-  for (size_t i = 0; i < planes; i++)
-    for (size_t j = 0; j < rows; j++)
-      memcpy(to.data + i * to.plane + j * to.row, from.data + i * from.plane + j * from.row, run * sizeof(float));
-}
-
-/* From one layout to the other one. */
-struct way {
-  int size, rank;
-  struct cells source, target, sent[MOST_RANKS], received[MOST_RANKS];
-  float *out[MOST_RANKS], *in[MOST_RANKS];
-  int counts[2][MOST_RANKS], places[MOST_RANKS];
-  MPI_Datatype types[2][MOST_RANKS];
-};
-
+/* Ranks have n / size = m planes of n x n floats each, or n planes of m x n. What one of two ranks has as a slab and
+ * the other as a pencil is their part: m runs of m x n floats. */
 struct redistribution {
-  int shape[AXES];
-  struct way ways[2];
-  float *arrays[2];
+  int rank, size;
+  size_t run, runs, steps[2]; /* from one run of a part to the next, on each side */
+  float *arrays[2], *out[MOST_RANKS], *in[MOST_RANKS];
+  MPI_Datatype types[2][MOST_RANKS];
+  int ones[MOST_RANKS], zeros[MOST_RANKS];
 };
 
-static float *room(const struct cells *c) { return aligned_alloc(64, (number(c) * sizeof(float) + 64) / 64 * 64); }
-
-static MPI_Datatype subarray(const struct cells *block, const struct cells *box) {
-  int sizes[AXES], counts[AXES], starts[AXES];
+static MPI_Datatype subarray(const int sizes[3], const int counts[3], const int starts[3]) {
   MPI_Datatype type;
-  for (int axis = 0; axis < AXES; axis++) {
-    sizes[axis] = (int)length(block, axis), counts[axis] = (int)length(box, axis);
-    starts[axis] = box->first[axis] - block->first[axis];
-  }
-  MPI_Type_create_subarray(AXES, sizes, counts, starts, MPI_ORDER_C, MPI_FLOAT, &type);
+  MPI_Type_create_subarray(3, sizes, counts, starts, MPI_ORDER_C, MPI_FLOAT, &type);
   MPI_Type_commit(&type);
   return type;
 }
 
-static void make(struct way *way, const struct layout *source, const struct layout *target) {
-  MPI_Comm_rank(MPI_COMM_WORLD, &way->rank);
-  MPI_Comm_size(MPI_COMM_WORLD, &way->size);
-  way->source = block_of(source, way->rank), way->target = block_of(target, way->rank);
-  for (int r = 0; r < way->size; r++) {
-    way->sent[r] = common(way->source, block_of(target, r));
-    way->received[r] = common(way->target, block_of(source, r));
-    const struct cells *blocks[] = {&way->source, &way->target}, *boxes[] = {&way->sent[r], &way->received[r]};
-    for (int side = 0; side < 2; side++) {
-      way->counts[side][r] = number(boxes[side]) > 0;
-      way->types[side][r] = number(boxes[side]) > 0 ? subarray(blocks[side], boxes[side]) : MPI_FLOAT;
-    }
-    way->out[r] = room(&way->sent[r]), way->in[r] = room(&way->received[r]);
-  }
-}
+static float *room(size_t floats) { return aligned_alloc(64, (floats * sizeof(float) + 64) / 64 * 64); }
 
-/* Not freed: the program ends soon. */
-struct redistribution *redistribution_make(const int *shape, const int *source, const int *target) {
+/* Of a cube of n x n x n, which the number of ranks divides. Not freed: the program ends soon. */
+struct redistribution *redistribution_make(int n) {
   struct redistribution *r = calloc(1, sizeof *r);
-  memcpy(r->shape, shape, sizeof r->shape);
-  struct layout layouts[2] = {{.shape = r->shape}, {.shape = r->shape}};
-  memcpy(layouts[0].processes, source, sizeof layouts[0].processes);
-  memcpy(layouts[1].processes, target, sizeof layouts[1].processes);
-  for (int i = 0; i < 2; i++) {
-    make(&r->ways[i], &layouts[i], &layouts[1 - i]);
-    r->arrays[i] = room(&r->ways[i].source);
+  MPI_Comm_rank(MPI_COMM_WORLD, &r->rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &r->size);
+  int m = n / r->size;
+  r->runs = (size_t)m, r->run = (size_t)m * (size_t)n;
+  r->steps[SLAB] = (size_t)n * (size_t)n, r->steps[PENCIL] = r->run;
+  for (int side = 0; side < 2; side++) r->arrays[side] = room((size_t)n * r->run);
+  for (int i = 0; i < r->size; i++) {
+    r->types[SLAB][i] = subarray((int[]){m, n, n}, (int[]){m, m, n}, (int[]){0, i * m, 0});
+    r->types[PENCIL][i] = subarray((int[]){n, m, n}, (int[]){m, m, n}, (int[]){i * m, 0, 0});
+    r->out[i] = room(r->runs * r->run), r->in[i] = room(r->runs * r->run);
+    r->ones[i] = 1;
   }
   return r;
 }
 
-/* The array of the source, which the caller fills and reads. */
-float *redistribution_array(struct redistribution *r) { return r->arrays[0]; }
+/* The slab, which the caller fills and reads. */
+float *redistribution_array(struct redistribution *r) { return r->arrays[SLAB]; }
 
-static void packed(struct way *way, float *from, float *to) {
+/* Where the part that is also another rank's begins. */
+static float *part(const struct redistribution *r, enum side side, int other) {
+  return r->arrays[side] + (size_t)other * r->run * (side == SLAB ? 1 : r->runs);
+}
+
+static void copy(const struct redistribution *r, float *to, size_t to_step, const float *from, size_t from_step) {
+  size_t runs = r->runs, run = r->run;
+  if (to_step == run && from_step == run) run *= runs, runs = 1;
+  for (size_t i = 0; i < runs; i++) memcpy(to + i * to_step, from + i * from_step, run * sizeof(float));
+}
+
+static void packed(struct redistribution *r, enum side side) {
+  enum side other = side == SLAB ? PENCIL : SLAB;
   MPI_Request requests[2 * MOST_RANKS];
-  int ranks[MOST_RANKS], receives = 0, sends = 0;
-  for (int i = 1; i < way->size; i++) {
-    int r = (way->rank + way->size - i) % way->size;
-    size_t count = number(&way->received[r]);
-    if (count == 0) continue;
-    ranks[receives] = r;
-    MPI_Irecv(way->in[r], (int)count, MPI_FLOAT, r, 1, MPI_COMM_WORLD, &requests[receives++]);
+  int others = r->size - 1, count = (int)(r->runs * r->run);
+  for (int i = 0; i < others; i++) {
+    int source = (r->rank + others - i) % r->size;
+    MPI_Irecv(r->in[i], count, MPI_FLOAT, source, 1, MPI_COMM_WORLD, &requests[i]);
   }
-  for (int i = 1; i < way->size; i++) {
-    int r = (way->rank + i) % way->size;
-    const struct cells *c = &way->sent[r];
-    size_t count = number(c);
-    if (count == 0) continue;
-    copy((struct box){way->out[r], length(c, 2), length(c, 1) * length(c, 2)}, box_in(from, &way->source, c), c);
-    MPI_Isend(way->out[r], (int)count, MPI_FLOAT, r, 1, MPI_COMM_WORLD, &requests[receives + sends++]);
+  for (int i = 0; i < others; i++) {
+    int target = (r->rank + 1 + i) % r->size;
+    copy(r, r->out[i], r->run, part(r, side, target), r->steps[side]);
+    MPI_Isend(r->out[i], count, MPI_FLOAT, target, 1, MPI_COMM_WORLD, &requests[others + i]);
   }
-  const struct cells *own = &way->sent[way->rank];
-  copy(box_in(to, &way->target, own), box_in(from, &way->source, own), own);
-  for (int left = receives; left > 0; left--) {
+  copy(r, part(r, other, r->rank), r->steps[other], part(r, side, r->rank), r->steps[side]);
+  for (int left = others; left > 0; left--) {
     int i;
-    MPI_Waitany(receives, requests, &i, MPI_STATUS_IGNORE);
-    const struct cells *c = &way->received[ranks[i]];
-    struct box message = {way->in[ranks[i]], length(c, 2), length(c, 1) * length(c, 2)};
-    copy(box_in(to, &way->target, c), message, c);
+    MPI_Waitany(others, requests, &i, MPI_STATUS_IGNORE);
+    copy(r, part(r, other, (r->rank + others - i) % r->size), r->steps[other], r->in[i], r->run);
   }
-  MPI_Waitall(sends, requests + receives, MPI_STATUSES_IGNORE);
+  MPI_Waitall(others, requests + others, MPI_STATUSES_IGNORE);
 }
 
-static void alltoallw(struct way *way, float *from, float *to) {
-  MPI_Alltoallw(from, way->counts[0], way->places, way->types[0], to, way->counts[1], way->places, way->types[1],
-                MPI_COMM_WORLD);
+static void alltoallw(struct redistribution *r, enum side side) {
+  enum side other = side == SLAB ? PENCIL : SLAB;
+  MPI_Alltoallw(r->arrays[side], r->ones, r->zeros, r->types[side], r->arrays[other], r->ones, r->zeros,
+                r->types[other], MPI_COMM_WORLD);
 }
 
-/* Steps: to the other layout, where the first plane is multiplied, and back. */
+/* Steps: to pencils, whose first plane is multiplied, and back. */
 void redistribution_run(struct redistribution *r, int steps, float factor, int by_alltoallw) {
-  void (*run)(struct way *, float *, float *) = by_alltoallw ? alltoallw : packed;
-  const struct cells *block = &r->ways[1].source;
-  size_t plane = length(block, 1) * length(block, 2);
+  void (*run)(struct redistribution *, enum side) = by_alltoallw ? alltoallw : packed;
   for (int s = 0; s < steps; s++) {
-    run(&r->ways[0], r->arrays[0], r->arrays[1]);
-    for (size_t i = 0; i < plane; i++) r->arrays[1][i] *= factor;
-    run(&r->ways[1], r->arrays[1], r->arrays[0]);
+    run(r, SLAB);
+    for (size_t i = 0; i < r->run; i++) r->arrays[PENCIL][i] *= factor;
+    run(r, PENCIL);
   }
 }

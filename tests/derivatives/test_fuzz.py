@@ -22,12 +22,6 @@ pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for to
 OPTIONS = programs.Options(used=not NEW_JAX, documented=True)
 
 
-def at_night(values):
-    """Parameters of which the first is tested with each change."""
-    first, *others = values
-    return [first, *(pytest.param(value, marks=pytest.mark.nightly) for value in others)]
-
-
 @pytest.fixture(scope="module")
 def judge():
     judge = checks.Judge()
@@ -42,7 +36,7 @@ def judge_program(judge, seed, size, order, options):
     assert verdict != "wrong", f"seed {seed} on {size} ranks, {check}: {why}"
 
 
-@pytest.mark.parametrize("seed", at_night(range(20)))
+@pytest.mark.parametrize("seed", one_each_time(range(20), 0))
 def test_first_order(seed, judge, size):
     judge_program(judge, seed, size, 1, OPTIONS)
 
@@ -53,8 +47,8 @@ def test_second_order(seed, judge, size):
     judge_program(judge, seed, size, 2, OPTIONS)
 
 
-@pytest.mark.parametrize("order", at_night([1, 2]))
-@pytest.mark.parametrize("seed", at_night(range(4)))
+@pytest.mark.parametrize("order", one_each_time([1, 2], 1))
+@pytest.mark.parametrize("seed", one_each_time(range(4), 0))
 def test_documented_operations_without_structure(seed, order, judge, size):
     """Without any structure, ranks that differ often."""
     judge_program(judge, seed, size, order, programs.Options((), 0.5, OPTIONS.used, documented=True))

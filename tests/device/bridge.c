@@ -238,17 +238,6 @@ EXPORT void *bridge_handler(const char *operation) {
 EXPORT int bridge_violations(void) { return driver->violations; }
 EXPORT const char *bridge_violation(void) { return driver->violation; }
 
-/* The nth call from now on fails with this code; how often it was called since the last time. */
-EXPORT void bridge_fail(const char *function, int nth, int code) {
-  driver->reset();
-  driver->fail(function, nth, code);
-}
-EXPORT int bridge_calls(const char *function) {
-  int calls = driver->calls(function);
-  driver->reset();
-  return calls;
-}
-
 /* What the core has taken of the driver and not given back; device memory, which is XLA's, apart. */
 EXPORT int bridge_live(void) { return driver->live_pinned + driver->live_events + driver->live_streams; }
 EXPORT int bridge_live_device(void) { return driver->live_device; }

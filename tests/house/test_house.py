@@ -154,6 +154,23 @@ def test_one_name_for_each_function_of_c():
     assert not {name: places for name, places in defined.items() if len(places) > 1}
 
 
+ATOMIC = re.compile(
+    r"\*_Atomic (\w+)"
+    r"|_Atomic\([^)]*\) (\w+)"
+    r"|\b_Atomic (?:enum |struct )?\w+ (\w+)[;\[ =]"
+    r"|\batomic_(?:bool|int|long|u?int_least64_t) (\w+)"
+)
+
+
+def test_orders_of_all_atomic_objects():
+    """docs/memory_order.md has each atomic object of the core."""
+    page = (ROOT / "docs" / "memory_order.md").read_text()
+    texts = (path.read_text() for path in CSRC.rglob("*.[ch]"))
+    names = {name for text in texts for match in ATOMIC.findall(text) for name in match if name}
+    assert len(names) > 40
+    assert not {name for name in names if f"`{name}`" not in page}
+
+
 @pytest.mark.parametrize("graph", [imports, includes])
 def test_no_circles(graph):
     edges = graph()

@@ -44,9 +44,6 @@ def arguments():
     parser.add_argument("--forgotten", type=float, default=0, help="how likely ranks never wait for something")
     parser.add_argument("--used", action="store_true", help="every result is used on every rank, as JAX 0.6 needs")
     parser.add_argument("--documented", action="store_true", help="leave out what docs/autodiff.md excludes")
-    parser.add_argument("--mode", help="only this transformation")
-    parser.add_argument("--route", help="only this route")
-    parser.add_argument("--batch", help="only this batching")
     parser.add_argument("--seconds", type=float, default=40, help="after which a program without progress hangs")
     parser.add_argument("--show", action="store_true", help="print the programs, run nothing")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="find a smaller program that fails as this one")
@@ -70,9 +67,7 @@ def checks_of(program, chosen):
     from fuzzing import checks
 
     generator = random.Random(f"{program.seed} checks")
-    wanted = checks.choose(program, chosen.order, chosen.checks, generator)
-    fixed = {name: getattr(chosen, name) for name in ("mode", "route", "batch") if getattr(chosen, name) is not None}
-    return list(dict.fromkeys(replace(check, **fixed) for check in wanted))
+    return list(dict.fromkeys(checks.choose(program, chosen.order, chosen.checks, generator)))
 
 
 def worker(chosen):

@@ -19,15 +19,14 @@ import deaths
 import jaxmpi
 
 WORLD = MPI.COMM_WORLD
+SHAPE = 30, 41
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deaths", type=int, default=1, help="of ranks, fewer than there are")
-    parser.add_argument("--copies", type=int, help="of each block; as many as ranks die")
     parser.add_argument("--seconds", type=float, default=4, help="within which they die")
-    parser.add_argument("--shape", type=int, nargs=2, default=(30, 41))
     return parser.parse_args()
 
 
@@ -73,16 +72,15 @@ class Run(deaths.Deaths):
     def __init__(self, options):
         super().__init__(options, random.Random(options.seed))
         deaths.Doing.what = "jaxmpi.get_default"
-        self.shape, self.comm = options.shape, jaxmpi.get_default()  # a spare rank waits
+        self.comm = jaxmpi.get_default()  # a spare rank waits
         deaths.Doing.what = "Python"
         self.grid = self.made()
         self.step, self.complete, self.saves, self.restored = None, 0, 0, 0
-        copies = options.deaths if options.copies is None else options.copies
-        kept = {"grid": divisions(self.grid), "width": {"fields": 1}, "copies": max(1, copies)}
+        kept = {"grid": divisions(self.grid), "width": {"fields": 1}, "copies": max(1, options.deaths)}
         self.replica = jaxmpi.survive.Replica(state(self.grid, 0), save=False, **kept)
 
     def made(self):
-        return jaxmpi.Grid((0, 0), self.shape, comm=self.comm)
+        return jaxmpi.Grid((0, 0), SHAPE, comm=self.comm)
 
     def go(self):
         over = False

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import debians
 
 ROOT = Path(__file__).resolve().parents[2]
+RELEASE = ROOT / "dist"
 GLIBC = "2.27"
 """What jaxlib's wheels need: an older one would serve nobody."""
 MACOS = "11.0"
@@ -166,7 +167,7 @@ def make_wheel(tools, sdist, target, folder):
     return wheel
 
 
-def build(folder, python=sys.executable, url="", targets=()):
+def build(folder, url="", targets=()):
     """The files of a release, in `folder`; returns the wheel for this machine.
 
     `url`: of the repository, to which the files then refer. `targets`: others, for which wheels are made too.
@@ -174,7 +175,7 @@ def build(folder, python=sys.executable, url="", targets=()):
     url = url.rstrip("/")
     tools = folder / "tools"
     shutil.rmtree(folder, ignore_errors=True)
-    run(python, "-m", "venv", tools)
+    run(sys.executable, "-m", "venv", tools)
     run(tools / "bin/pip", "install", "--quiet", *TOOLS)
     sdist = make_sdist(tools / "bin/python", folder, url)
     wheels = []
@@ -370,16 +371,14 @@ def test(wheels, folder, only):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("build", "test"))
-    parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="where the files of the release are")
-    parser.add_argument("--python", default=sys.executable, help="which builds")
     parser.add_argument("--url", default="", help="of the repository on a forge, for the links of the description")
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose first cell has this text")
     options = parser.parse_args()
     if options.what == "build":
-        build(options.folder, options.python, options.url, TARGETS)
-        print(*sorted(path.name for path in options.folder.iterdir()), sep="\n")
+        build(RELEASE, options.url, TARGETS)
+        print(*sorted(path.name for path in RELEASE.iterdir()), sep="\n")
         return 0
-    return 1 if test(options.folder, ROOT / ".build" / "wheel-test", options.only) else 0
+    return 1 if test(RELEASE, ROOT / ".build" / "wheel-test", options.only) else 0
 
 
 if __name__ == "__main__":
