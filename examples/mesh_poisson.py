@@ -18,7 +18,6 @@ The equation, on the unit square with lengths, k and u without units:
 Elements are linear: the values at the vertices define u. Each process owns some vertices, and the triangles whose first
 corner is one of them. Other corners may be ghosts, vertices of neighbours. `IndexMap.exchange` copies values to the
 ghosts. `IndexMap.accumulate` adds the triangles' contributions to ghosts to the vertices of the owners.
-The solver is that of poisson_cg.py.
 """
 
 import argparse
@@ -32,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from mpi4py import MPI
-from poisson_cg import conjugate_gradients, dot, make_report, relative_error
 from scipy.spatial import Delaunay
 from tqdm import tqdm
 
@@ -43,10 +41,16 @@ CENTRE, RADIUS = np.array([0.35, 0.4]), 0.1  # of the pipe
 HEATED, WIDTH = np.array([0.75, 0.7]), 0.15  # the heated place
 FINER = 3  # the factor by which edges are shorter at the pipe
 SMOOTHINGS = 30  # of the mesh
+TOLERANCE = 1e-12  # of the residual, relative to the right-hand side
+MOST_ITERATIONS = 10_000  # of one solution
+REPORT = 10  # iterations between two reports to the progress bar
+STEP = 1e-4  # of the difference quotients
 SEED = 0
 
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
+Pair = tuple[jax.Array, jax.Array]
+"""For k, one value per triangle of this process, and for x, the places of the own vertices."""
 
 
 # The mesh.
@@ -127,6 +131,11 @@ def take_part(on_pipe: np.ndarray, cells: np.ndarray, owner: np.ndarray) -> Mesh
 # The equation. A field has one value for each vertex that this process owns.
 
 
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the product of two fields, over all processes."""
+    return allreduce(jnp.vdot(a, b), MPI.SUM)
+
+
 def at_corners(field: jax.Array, mesh: Mesh) -> jax.Array:
     """Return the values at the corners of all triangles: (triangles, 3, ...)."""
     return mesh.map.exchange(mesh.map.pad(field))[mesh.cells]
@@ -160,6 +169,26 @@ def operator(matrices: jax.Array, mesh: Mesh, u: jax.Array) -> jax.Array:
     return jnp.where(mesh.free, assemble(flows, mesh), u)
 
 
+def conjugate_gradients(apply: Callable[[jax.Array], jax.Array], b: jax.Array, report: Callable) -> jax.Array:
+    """Solve apply(x) = b for a symmetric positive definite `apply`; `report` is called in each iteration."""
+    size = dot(b, b)
+
+    def goes_on(state: tuple) -> jax.Array:
+        _, _, _, square, done = state
+        return (square > TOLERANCE**2 * size) & (done < MOST_ITERATIONS)
+
+    def iterate(state: tuple) -> tuple:
+        x, r, p, square, done = state
+        q = apply(p)
+        step = square / dot(p, q)
+        x, r = x + step * p, r - step * q
+        new = dot(r, r)
+        report(done + 1, new / size)
+        return x, r, r + new / square * p, new, done + 1
+
+    return lax.while_loop(goes_on, iterate, (jnp.zeros_like(b), b, b, size, 0))[0]
+
+
 def mean_temperature(k: jax.Array, x: jax.Array, mesh: Mesh, report: Callable):
     """Return the mean of u, u and the relative residual. Triangles that move keep their k, the heated place stays.
 
@@ -174,6 +203,13 @@ def mean_temperature(k: jax.Array, x: jax.Array, mesh: Mesh, report: Callable):
     return dot(shares, u) / allreduce(jnp.sum(shares), MPI.SUM), (u, jnp.sqrt(dot(left, left) / dot(heat, heat)))
 
 
+def relative_error(value: Callable, at: Pair, gradients: Pair, direction: Pair) -> jax.Array:
+    """Return the error of the derivative in a direction by the gradients, relative to a difference quotient."""
+    there, back = (value(*(y + step * d for y, d in zip(at, direction, strict=True))) for step in (STEP, -STEP))
+    derivative = sum(dot(gradient, d) for gradient, d in zip(gradients, direction, strict=True))
+    return jnp.abs(derivative / ((there - back) / (2 * STEP)) - 1)
+
+
 # Results.
 
 
@@ -184,6 +220,20 @@ def gather(values: jax.Array, numbers: np.ndarray) -> np.ndarray | None:
         return None
     order = np.argsort(np.concatenate([numbers for numbers, _ in parts]))
     return np.concatenate([values for _, values in parts])[order]
+
+
+def make_report(bar: tqdm) -> Callable[[jax.Array, jax.Array], None]:
+    """Return a function that shows the iterations of a solution in a progress bar."""
+
+    def show(square: np.ndarray) -> None:
+        bar.set_postfix_str(f"residual {square**0.5:.1e}", refresh=False)
+        bar.update(REPORT)
+
+    def report(done: jax.Array, square: jax.Array) -> None:
+        if not bar.disable:
+            lax.cond(done % REPORT == 0, partial(jax.debug.callback, show), lambda _: None, square)
+
+    return report
 
 
 def save_picture(path: Path, fields: dict[str, np.ndarray], owner: np.ndarray, area: np.ndarray) -> None:

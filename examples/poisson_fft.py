@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from mpi4py import MPI
-from spectral import save_picture
 
 import jaxmpi
 from jaxmpi import allreduce
@@ -113,6 +112,24 @@ def timed(function: Callable, *args) -> tuple:
     COMM.Barrier()
     begin = time.perf_counter()
     return jax.block_until_ready(function(*args)), time.perf_counter() - begin
+
+
+def save_picture(path: Path, fields: dict[str, np.ndarray]) -> None:
+    """Draw the fields; of a cube the middle slice."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharex=True, sharey=True, layout="constrained")
+    for place, (name, field) in zip(axes, fields.items(), strict=True):
+        shown = field[..., field.shape[-1] // 2] if field.ndim == 3 else field
+        limit = np.abs(shown).max()
+        image = place.imshow(shown.T, extent=(0, 1, 0, 1), origin="lower", cmap="RdBu_r", vmin=-limit, vmax=limit)
+        figure.colorbar(image, ax=place, pad=0.02)
+        place.set_title(name, loc="left")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def parse_options() -> argparse.Namespace:

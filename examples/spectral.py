@@ -93,12 +93,13 @@ def save_picture(path: Path, fields: dict[str, np.ndarray]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharex=True, sharey=True, layout="constrained")
-    for place, (title, field) in zip(axes, fields.items(), strict=True):
+    labels = ("initial u", "final u", "d final energy / d initial u")
+    for place, field, label in zip(axes, fields.values(), labels, strict=True):
         shown = field[..., field.shape[-1] // 2] if field.ndim == 3 else field
         limit = np.abs(shown).max()
         image = place.imshow(shown.T, extent=(0, 1, 0, 1), origin="lower", cmap="RdBu_r", vmin=-limit, vmax=limit)
         figure.colorbar(image, ax=place, pad=0.02)
-        place.set_title(title, loc="left")
+        place.set_title(label, loc="left")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -149,14 +150,13 @@ def main() -> None:
     print(f"Transform, compared with NumPy's: relative error {error:.1e}")
     print(f"Final state, compared with NumPy's: largest error {witness:.1e}")
     print(f"Gradient: relative error {abs(float(slope / quotient) - 1):.1e}")
-    titles = "initial u", "final u", "d final energy / d initial u"
-    fields = list(map(np.asarray, (start, u, gradient)))
+    fields = {"start": np.asarray(start), "end": np.asarray(u), "gradient": np.asarray(gradient)}
     options.output_dir.mkdir(parents=True, exist_ok=True)
     picture = (options.output_dir / "spectral.png").resolve()
-    save_picture(picture, dict(zip(titles, fields, strict=True)))
+    save_picture(picture, fields)
     print(f"Picture: {picture}")
     if options.save_state:
-        np.savez(options.save_state, **dict(zip(("start", "end", "gradient"), fields, strict=True)))
+        np.savez(options.save_state, **fields)
         print(f"State: {options.save_state.resolve()}")
 
 
