@@ -7,7 +7,6 @@ import atexit
 import builtins
 import contextlib
 import fcntl
-import functools
 import importlib.machinery
 import io
 import os
@@ -237,9 +236,9 @@ class _Interrupts:
 
 
 def _replace(name: str) -> None:
-    from jaxmpi.compat._install import INSTALLERS
+    from jaxmpi.compat._install import install
 
-    INSTALLERS[name]()
+    install(name)
 
 
 def _ready_jax(devices: str, collectives: str) -> None:
@@ -301,7 +300,7 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] in ("--as", *chosen):
         option, value, *arguments = arguments
         if option == "--as":
-            stand_ins.Finder(value, functools.partial(_replace, value)).install()
+            stand_ins.Finder(value, _replace).install()
         else:
             chosen[option] = value
     _ready_jax(*chosen.values())

@@ -8,21 +8,8 @@ import jaxmpi
 from jaxmpi import tokens
 from jaxmpi.compat import _private
 from jaxmpi.compat._private import unpack_hashable
+from jaxmpi_launch.written_for import FUNCTIONS
 
-_FUNCTIONS = (
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "bcast",
-    "gather",
-    "recv",
-    "reduce",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-)
 _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
 
@@ -54,10 +41,10 @@ def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
     rest = {**support, "__version__": version}
     if api == "notoken":
-        functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in _FUNCTIONS}
+        functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in FUNCTIONS}
         return {"mpi4jax": {**functions, **rest}, **_private.modules(functions, support)}
-    functions = {name: _unpacking(getattr(tokens, name), api) for name in _FUNCTIONS}
-    without = {name: _unpacking(getattr(jaxmpi, name), "notoken") for name in _FUNCTIONS}
+    functions = {name: _unpacking(getattr(tokens, name), api) for name in FUNCTIONS}
+    without = {name: _unpacking(getattr(jaxmpi, name), "notoken") for name in FUNCTIONS}
     return {
         "mpi4jax": {**functions, **rest},
         "mpi4jax.notoken": without,
