@@ -166,9 +166,10 @@ class Lost:
                     self._processes[rank] = -1
         gone = {rank for rank, file in self._processes.items() if file < 0 or ready([file], 0)}
         if gone:  # without what they have left before their end
-            gone -= {rank for kind in ("ended", "lost", "aborts") for rank in self._folder.of_kind(kind)}
-        if early := sorted(gone - set(self._folder.of_kind("joined"))):
-            return f"{in_words(early)} died before MPI was initialized, for which the others wait"
+            files = self._folder.kinds()
+            gone -= files["ended"].keys() | files["lost"].keys() | files["aborts"].keys()
+            if early := sorted(gone - files["joined"].keys()):
+                return f"{in_words(early)} died before MPI was initialized, for which the others wait"
         self._name(gone)
         return ""
 
@@ -178,14 +179,14 @@ class Lost:
                 os.close(file)
 
 
-def ready(files: list[int], seconds: float | None) -> list[int]:
+def ready(files: list[int], seconds: float) -> list[int]:
     """Return the files that can be read without waiting, or have come to their end, after `seconds` at most.
 
     By poll: `select` refuses descriptors over 1,023."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
-    return [file for file, _ in poll.poll(None if seconds is None else 1000 * seconds)]
+    return [file for file, _ in poll.poll(1000 * seconds)]
 
 
 def _text(table: dict[int, tuple[str, ...]]) -> str:
