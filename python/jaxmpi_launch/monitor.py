@@ -22,7 +22,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxmpi_launch.folder import Folder
 
@@ -71,7 +71,7 @@ class Monitor:
         if self._lost is not None and not signalled and (why := self._lost.look()):
             return why
         if self._asked:
-            self._gather(now)
+            self._gather(now, files)
             return ""
         ended = set(files["ended"])
         self._reported = bool(files["report"])
@@ -91,10 +91,9 @@ class Monitor:
                 self._lost.look_at_files()
             self._lost.close()
 
-    def _gather(self, now: float) -> None:
+    def _gather(self, now: float, files: Mapping[str, dict[int, str]]) -> None:
         """Print the table once all ranks of this machine have answered, or their time is over."""
         folder = self._folder
-        files = folder.kinds()
         here, ended = set(files["began"]), set(files["ended"])
         table = {rank: tuple(text.split("\n", 3)) for rank, text in folder.texts("state").items()}
         table |= dict.fromkeys(self._lost.known if self._lost is not None else (), ("dead",))

@@ -73,21 +73,13 @@ def test_mpi4jax(stand_in, comm, rank, size):
     check_example(lambda x: [mpi4jax.scatter(x, 0, comm=comm)], lambda x: mpi4jax.allreduce(x, op=MPI.SUM), rank, size)
 
 
-def test_mpi4jax_errors(stand_in, comm, rank):
+def test_mpi4jax_errors(stand_in):
     mpi4jax = stand_in("mpi4jax")
     x = jnp.ones(3)
     with pytest.raises(RuntimeError, match=r"Drop the argument.*api='token'"):
         mpi4jax.allreduce(x, MPI.SUM, token=None)
     with pytest.raises(TypeError, match="static_argnums"):
         jax.jit(lambda x, root: mpi4jax.bcast(x, root))(x, 0)
-    with pytest.raises(TypeError, match="communicator"):
-        mpi4jax.allreduce(x, MPI.SUM, comm=3)
-    with pytest.raises(TypeError):
-        mpi4jax.bcast(x, 0.5)
-    with pytest.raises(TypeError):
-        mpi4jax.allreduce(x, op="sum")
-    with pytest.raises(ValueError, match="first axis"):
-        mpi4jax.alltoall(jnp.ones((comm.size + 1, 2)))
     with pytest.raises(ValueError, match="api must be one of"):
         compat.install_as_mpi4jax(api="tokens")
     with pytest.raises(RuntimeError, match="installed already"):

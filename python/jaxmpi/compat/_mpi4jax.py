@@ -32,11 +32,6 @@ def _unpacking(function: Callable[..., Any], api: str) -> Callable[..., Any]:
     return call
 
 
-def _auto_tokenize(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` itself, because order needs no tokens."""
-    return function
-
-
 def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
     rest = {**support, "__version__": version}
@@ -48,7 +43,7 @@ def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     return {
         "mpi4jax": {**functions, **rest},
         "mpi4jax.notoken": without,
-        "mpi4jax.experimental": {"auto_tokenize": _auto_tokenize},
+        "mpi4jax.experimental": {"auto_tokenize": lambda function: function},  # order needs no tokens
         "mpi4jax.experimental.notoken": without,
         **_private.modules(functions, support),
     }
