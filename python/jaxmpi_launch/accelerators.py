@@ -63,14 +63,6 @@ def undecided(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _memory_is_decided(environment: Mapping[str, str]) -> bool:
-    return (
-        environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
-        or bool(environment.get(_FRACTION))
-        or bool(environment.get("XLA_CLIENT_MEM_FRACTION"))
-    )
-
-
 def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables that give this rank one of the `counts` devices, and a share of memory if ranks share it."""
     local = local_rank(environment)
@@ -87,7 +79,9 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
         common = count > 1 or (count == 1 and not any(environment.get(name) for name in _NARROWED))
         if common and size is not None:
             sharing = max(sharing, len(range(rank % count, size, count)))
-    if sharing > 1 and not _memory_is_decided(environment):
+    preallocates = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") not in ("false", "False", "0")
+    fraction = environment.get(_FRACTION) or environment.get("XLA_CLIENT_MEM_FRACTION")
+    if sharing > 1 and preallocates and not fraction:
         chosen[_FRACTION] = f"{max(75 // sharing, 1) / 100:.2f}"  # of the 75 % that XLA takes for one process
     return chosen
 

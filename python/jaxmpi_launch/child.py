@@ -7,7 +7,6 @@ import atexit
 import builtins
 import contextlib
 import fcntl
-import functools
 import importlib.machinery
 import io
 import os
@@ -66,6 +65,12 @@ def _tell(text: str) -> None:
             os.write(2, text.encode(errors="replace"))
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
 def _wait_for_launcher() -> None:
     """Wait until mpiexec has read the output of this rank, and passed it on: an abort may lose the output."""
     end = time.monotonic() + 5
@@ -84,11 +89,9 @@ def _end(code: int, reason: str) -> NoReturn:
     """End all ranks if MPI is running, else this one; where the job survives it, this one. Whatever fails on the
     way does not keep it from ending.
 
-    The launcher gets the reason: the last line of what this rank has written about it. On another machine the rank
-    writes the reason itself."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    The launcher gets the first line of the reason. On another machine the rank writes this line itself."""
+    reason = reason.strip().partition("\n")[0][:_MOST_OF_REASON]
+    _flush()
     if os.getpid() == _process:
         if _folder is None:
             does = "failed" if _survives else "ended the job"
@@ -119,9 +122,7 @@ def _leave() -> None:
     they still need messages of this rank."""
     if os.getpid() != _process:
         return
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    _flush()
     _say("left")
     with contextlib.suppress(Exception):
         if (mpi := _mpi_if_running()) is not None:
@@ -156,9 +157,8 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
         name = "" if (number := _number()) is None else f" on rank {number}"
         with contextlib.suppress(Exception):
             untold = _untold()
-    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{untold}"
-    _tell(text)
-    _end(1, _first_line(untold or _said_by(error)))
+    _tell(f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{untold}")
+    _end(1, untold or _said_by(error))
 
 
 def _said_by(error: BaseException) -> str:
@@ -168,10 +168,6 @@ def _said_by(error: BaseException) -> str:
         lines = traceback.format_exception_only(type(error), error)
         return lines[-1 if isinstance(error, SyntaxError) else 0]  # it begins with the place
     return type(error).__name__
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:_MOST_OF_REASON]
 
 
 def _fail_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -237,9 +233,9 @@ class _Interrupts:
 
 
 def _replace(name: str) -> None:
-    from jaxmpi.compat._install import INSTALLERS
+    from jaxmpi.compat._install import install
 
-    INSTALLERS[name]()
+    install(name)
 
 
 def _ready_jax(devices: str, collectives: str) -> None:
@@ -270,13 +266,6 @@ def _find_folder() -> Folder | None:
     return None
 
 
-def _make_visible() -> None:
-    """Let the launcher see the end of this process, and whether that comes before MPI is initialized, for which the
-    others would then wait for ever."""
-    _say("pid", str(os.getpid()))
-    sys.meta_path.insert(0, stand_ins.AtImport("mpi4py.MPI", lambda _: _say("joined")))
-
-
 def _run_as_main(program: str) -> None:
     """Run a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
     if not os.path.isdir(program) and not zipfile.is_zipfile(program):
@@ -301,7 +290,7 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] in ("--as", *chosen):
         option, value, *arguments = arguments
         if option == "--as":
-            stand_ins.Finder(value, functools.partial(_replace, value)).install()
+            stand_ins.Finder(value, _replace).install()
         else:
             chosen[option] = value
     _ready_jax(*chosen.values())
@@ -331,9 +320,8 @@ def _finish() -> None:
     """Wait for running computations: their errors belong to the program."""
     if os.getpid() != _process:
         _end(0, "")  # not by way of MPI_Finalize, which is the rank's
-    package = sys.modules.get("jaxmpi._start")
-    if package is not None:
-        package.finish()
+    if "jaxmpi._start" in sys.modules:
+        sys.modules["jaxmpi._start"].finish()
     _say("ended")
 
 
@@ -371,7 +359,10 @@ def main() -> None:
     if _folder is not None:
         _folder.tie()
         if _survives:
-            _make_visible()
+            # The launcher sees the end of this process, and whether that comes before MPI is initialized, for which
+            # the others would then wait for ever.
+            _say("pid", str(os.getpid()))
+            sys.meta_path.insert(0, stand_ins.AtImport("mpi4py.MPI", lambda _: _say("joined")))
         _say("began")
     stdin.take(_rank, _folder)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -389,8 +380,7 @@ def main() -> None:
         if not isinstance(stop.code, int):
             _tell(f"{stop.code}\n")
         _tell(untold := _untold())
-        text = untold or (f"sys.exit({stop.code})" if isinstance(stop.code, int) else str(stop.code))
-        _end(_status(stop.code), _first_line(text))
+        _end(_status(stop.code), untold or (f"sys.exit({stop.code})" if isinstance(stop.code, int) else str(stop.code)))
     except BaseException as error:
         _fail(error)
 

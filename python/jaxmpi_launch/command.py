@@ -187,8 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         variables[SIGNALS] = ""
     if options.spare:
         variables[SPARES] = str(options.spare)
-    environment = dict(os.environ)
-    several = options.mpiexec_args is not None or mpi.names_other_machines(environment)
+    several = options.mpiexec_args is not None or mpi.names_other_machines(os.environ)
     if options.dry_run:
         changed = [f"{name}={value}" for name, value in sorted(variables.items())]
         print(shlex.join(["env", *changed, *command(options, mpiexec, kind, bound, variables, several)]))
@@ -198,5 +197,5 @@ def main(arguments: list[str] | None = None) -> int:
     job = parent.Job(ranks, several, options.survive, options.spare)
     variables.update(job.variables)
     words = command(options, mpiexec, kind, bound, variables, several)
-    environment = {name: value for name, value in environment.items() if name not in OF_A_JOB}  # of one around it
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}  # of one around it
     return job.run([shutil.which(mpiexec) or mpiexec, *words[1:]], {**environment, **variables})

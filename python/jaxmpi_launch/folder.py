@@ -36,8 +36,7 @@ class Folder:
 
     def __init__(self, path: str):
         self.path = path
-        self._alive: tuple[int, ...] = ()
-        self._bell = -1
+        self._fifos: list[int] = []  # that the launcher keeps open; the bell is the last
 
     @classmethod
     def make(cls) -> "Folder":
@@ -47,9 +46,9 @@ class Folder:
             folder.write(_MACHINE, machine())
             for name in (_ALIVE, _BELL):
                 os.mkfifo(os.path.join(folder.path, name), 0o600)
-            reads = folder._open(_ALIVE, os.O_RDONLY)  # a writer alone would wait for a reader
-            folder._alive = (reads, folder._open(_ALIVE, os.O_WRONLY))
-            folder._bell = folder._open(_BELL, os.O_RDWR)
+            # Without a reader the writing end could not be opened.
+            for name, flags in ((_ALIVE, os.O_RDONLY), (_ALIVE, os.O_WRONLY), (_BELL, os.O_RDWR)):
+                folder._fifos.append(folder._open(name, flags))
         except OSError:
             folder.remove()
             raise
@@ -60,9 +59,8 @@ class Folder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        for file in (*self._alive, *([self._bell] if self._bell >= 0 else [])):
-            os.close(file)
-        self._alive, self._bell = (), -1
+        while self._fifos:
+            os.close(self._fifos.pop())
 
     def is_here(self) -> bool:
         """Whether the folder is of this machine, and not of another one that sees the same disk."""
@@ -82,11 +80,11 @@ class Folder:
 
     def ring(self) -> None:
         """Let the ranks look at the question. The byte stays in the FIFO until `hush`."""
-        os.write(self._bell, b"?")
+        os.write(self._fifos[-1], b"?")
 
     def hush(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self._bell, 100)
+            os.read(self._fifos[-1], 100)
 
     def write(self, name: str, text: str) -> None:
         """Write a file at once and whole, in the place of an older one."""
@@ -106,17 +104,13 @@ class Folder:
                 found[match[2]][int(match[1])] = name
         return found
 
-    def of_kind(self, kind: str) -> dict[int, str]:
-        """rank -> name, of the files of a kind."""
-        return self.kinds()[kind]
-
     def texts(self, kind: str) -> dict[int, str]:
         """rank -> the file's text, in the order in which the ranks have left the files."""
-        names = self.of_kind(kind)
+        names = self.kinds()[kind]
         ages = {rank: os.stat(os.path.join(self.path, name)).st_mtime_ns for rank, name in names.items()}
         return {rank: self.read(names[rank]) for rank in sorted(ages, key=lambda rank: (ages[rank], rank))}
 
     def clear(self, kind: str) -> None:
-        for name in self.of_kind(kind).values():
+        for name in self.kinds()[kind].values():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.path, name))

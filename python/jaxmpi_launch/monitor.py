@@ -22,7 +22,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxmpi_launch.folder import Folder
 
@@ -71,7 +71,7 @@ class Monitor:
         if self._lost is not None and not signalled and (why := self._lost.look()):
             return why
         if self._asked:
-            self._gather(now)
+            self._gather(now, files)
             return ""
         ended = set(files["ended"])
         self._reported = bool(files["report"])
@@ -91,10 +91,9 @@ class Monitor:
                 self._lost.look_at_files()
             self._lost.close()
 
-    def _gather(self, now: float) -> None:
+    def _gather(self, now: float, files: Mapping[str, dict[int, str]]) -> None:
         """Print the table once all ranks of this machine have answered, or their time is over."""
         folder = self._folder
-        files = folder.kinds()
         here, ended = set(files["began"]), set(files["ended"])
         table = {rank: tuple(text.split("\n", 3)) for rank, text in folder.texts("state").items()}
         table |= dict.fromkeys(self._lost.known if self._lost is not None else (), ("dead",))
@@ -166,9 +165,10 @@ class Lost:
                     self._processes[rank] = -1
         gone = {rank for rank, file in self._processes.items() if file < 0 or ready([file], 0)}
         if gone:  # without what they have left before their end
-            gone -= {rank for kind in ("ended", "lost", "aborts") for rank in self._folder.of_kind(kind)}
-        if early := sorted(gone - set(self._folder.of_kind("joined"))):
-            return f"{in_words(early)} died before MPI was initialized, for which the others wait"
+            files = self._folder.kinds()
+            gone -= files["ended"].keys() | files["lost"].keys() | files["aborts"].keys()
+            if early := sorted(gone - files["joined"].keys()):
+                return f"{in_words(early)} died before MPI was initialized, for which the others wait"
         self._name(gone)
         return ""
 
@@ -178,14 +178,14 @@ class Lost:
                 os.close(file)
 
 
-def ready(files: list[int], seconds: float | None) -> list[int]:
+def ready(files: list[int], seconds: float) -> list[int]:
     """Return the files that can be read without waiting, or have come to their end, after `seconds` at most.
 
     By poll: `select` refuses descriptors over 1,023."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
-    return [file for file, _ in poll.poll(None if seconds is None else 1000 * seconds)]
+    return [file for file, _ in poll.poll(1000 * seconds)]
 
 
 def _text(table: dict[int, tuple[str, ...]]) -> str:

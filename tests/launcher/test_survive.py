@@ -1,6 +1,6 @@
 """Jobs that go on as ranks die: `python -m jaxmpi.run --survive`, `jaxmpi.survive.recover`.
 
-Ten tests run each time, five of them jobs: recovery with checks, what is given up, agreed values, spares and Replica,
+Seven tests run each time, five of them jobs: recovery with checks, what is given up, agreed values, spares and Replica,
 wrong arguments. The others are of what docs/survive.md says.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from support.launch import is_openmpi, launch, written
-from support.rows import each, one_each_time
+from support.rows import one_each_time
 
 pytestmark = [pytest.mark.alone, pytest.mark.sampled, pytest.mark.seconds(300)]
 TESTS = Path(__file__).resolve().parents[1]
@@ -43,23 +43,6 @@ BEGIN = """
 def survive(tmp_path, ranks, *parts, spare=0, **options):
     program = written(tmp_path, BEGIN, *parts)
     return launch(ranks, "--survive", "--spare", spare, program, check=False, timeout=SECONDS, **options)
-
-
-REFUSED = {
-    ("--survive", "--collectives", "mpi"): "JAX's own sharded programs (--collectives) cannot go on without a rank",
-    ("--spare", "1"): "--spare: ranks step in for others in jobs that go on without a rank: add --survive",
-    ("--survive", "--spare", "-1"): "--spare must be 0 or more, not -1",
-}
-
-
-def test_refused_options():
-    def check(options):
-        done = launch(2, *options, "-c", "print('begins')", check=False)
-        assert done.returncode == 2
-        assert REFUSED[options] in done.stderr
-        assert "begins" not in done.stdout
-
-    each(REFUSED, check)
 
 
 def test_spares_without_survive():

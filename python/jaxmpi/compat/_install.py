@@ -1,11 +1,12 @@
 """Replacement of other packages by modules."""
 
+import dataclasses
 import importlib
 import importlib.machinery
 import sys
 from types import ModuleType
-from typing import Any
 
+from jaxmpi.compat import _jpi, _mpi4jax
 from jaxmpi_launch.stand_ins import STAND_INS, Finder
 
 _installed: dict[str, str] = {}
@@ -14,10 +15,25 @@ _installed: dict[str, str] = {}
 _APIS = ("notoken", "token")
 
 
-def _install(key: str, modules: dict[str, dict[str, Any]]) -> None:
-    """Make `modules` (dotted name -> names in it) importable, the package itself first. `key`: of STAND_INS."""
-    name = STAND_INS[key].package
-    for dotted, names in modules.items():
+def install(key: str) -> None:
+    """Install a stand-in by the name that `python -m jaxmpi.run --as` takes. Do nothing if it is installed.
+
+    Raise RuntimeError if another module, or the package's other API, has the name.
+    """
+    name, api, version = dataclasses.astuple(STAND_INS[key])
+    if name in sys.modules:
+        if name not in _installed:
+            raise RuntimeError(
+                f"jaxmpi.compat: {name} has been imported already, so part of the program may use it. Install before "
+                f"the first 'import {name}', or start the program with 'python -m jaxmpi.run --as {name} ...'."
+            )
+        if _installed[name] != api:
+            raise RuntimeError(
+                f"jaxmpi.compat: {name} is installed already, with api={_installed[name]!r}, not {api!r}."
+            )
+        return
+    modules = _jpi.modules() if name == "jpi" else _mpi4jax.modules(api, version)
+    for dotted, names in modules.items():  # the package itself first
         module = ModuleType(dotted, f"jaxmpi in the place of {name}: see jaxmpi.compat.")
         module.__spec__ = importlib.machinery.ModuleSpec(dotted, None, origin="jaxmpi.compat", is_package=True)
         module.__path__ = []
@@ -27,23 +43,9 @@ def _install(key: str, modules: dict[str, dict[str, Any]]) -> None:
         parent, _, last = dotted.rpartition(".")
         if parent and not hasattr(sys.modules[parent], last):
             setattr(sys.modules[parent], last, module)
-    _installed[name] = STAND_INS[key].api
-    Finder(key, INSTALLERS[key]).install()
+    _installed[name] = api
+    Finder(key, install).install()
     importlib.invalidate_caches()
-
-
-def _check(name: str, api: str) -> bool:
-    """Return whether the package must still be installed. Raise RuntimeError if another module has this name."""
-    if name not in sys.modules:
-        return True
-    if name not in _installed:
-        raise RuntimeError(
-            f"jaxmpi.compat: {name} has been imported already, so part of the program may use it. Install before the "
-            f"first 'import {name}', or start the program with 'python -m jaxmpi.run --as {name} ...'."
-        )
-    if _installed[name] != api:
-        raise RuntimeError(f"jaxmpi.compat: {name} is installed already, with api={_installed[name]!r}, not {api!r}.")
-    return False
 
 
 def install_as_mpi4jax(api: str = "notoken") -> None:
@@ -63,11 +65,7 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
     """
     if api not in _APIS:
         raise ValueError(f"install_as_mpi4jax: api must be one of {_APIS}, got {api!r}")
-    if _check("mpi4jax", api):
-        from jaxmpi.compat import _mpi4jax
-
-        key = "mpi4jax" if api == "notoken" else "mpi4jax-token"
-        _install(key, _mpi4jax.modules(api, STAND_INS[key].version))
+    install("mpi4jax" if api == "notoken" else "mpi4jax-token")
 
 
 def install_as_jpi() -> None:
@@ -78,15 +76,4 @@ def install_as_jpi() -> None:
     Raises:
       RuntimeError: jpi has been imported already.
     """
-    if _check("jpi", "token"):
-        from jaxmpi.compat import _jpi
-
-        _install("jpi", _jpi.modules())
-
-
-INSTALLERS = {
-    "mpi4jax": install_as_mpi4jax,
-    "mpi4jax-token": lambda: install_as_mpi4jax(api="token"),
-    "jpi": install_as_jpi,
-}
-"""The functions, by the names that `python -m jaxmpi.run --as` takes."""
+    install("jpi")

@@ -8,21 +8,8 @@ import jaxmpi
 from jaxmpi import tokens
 from jaxmpi.compat import _private
 from jaxmpi.compat._private import unpack_hashable
+from jaxmpi_launch.written_for import FUNCTIONS
 
-_FUNCTIONS = (
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "bcast",
-    "gather",
-    "recv",
-    "reduce",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-)
 _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
 
@@ -45,23 +32,18 @@ def _unpacking(function: Callable[..., Any], api: str) -> Callable[..., Any]:
     return call
 
 
-def _auto_tokenize(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` itself, because order needs no tokens."""
-    return function
-
-
 def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
     rest = {**support, "__version__": version}
     if api == "notoken":
-        functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in _FUNCTIONS}
+        functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in FUNCTIONS}
         return {"mpi4jax": {**functions, **rest}, **_private.modules(functions, support)}
-    functions = {name: _unpacking(getattr(tokens, name), api) for name in _FUNCTIONS}
-    without = {name: _unpacking(getattr(jaxmpi, name), "notoken") for name in _FUNCTIONS}
+    functions = {name: _unpacking(getattr(tokens, name), api) for name in FUNCTIONS}
+    without = {name: _unpacking(getattr(jaxmpi, name), "notoken") for name in FUNCTIONS}
     return {
         "mpi4jax": {**functions, **rest},
         "mpi4jax.notoken": without,
-        "mpi4jax.experimental": {"auto_tokenize": _auto_tokenize},
+        "mpi4jax.experimental": {"auto_tokenize": lambda function: function},  # order needs no tokens
         "mpi4jax.experimental.notoken": without,
         **_private.modules(functions, support),
     }
