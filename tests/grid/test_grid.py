@@ -847,14 +847,14 @@ def _random_cut(random):
     shape = list(map(int, random.integers(1, 4, ndim)))
     for axis, blocks, extra in zip(axes, grid._layout.blocks, staggered, strict=True):
         shape[axis] = sum(blocks) + extra
-    return grid, grids._Cut(tuple(shape), axes, staggered), axes, staggered
+    return grid, grids.Cut(tuple(shape), axes, staggered), axes, staggered
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("function", ["divided", "joined"])
 def test_programs_do_not_grow_with_the_processes(function):
     def equations(side):
-        grid, cut = layout_of((side, side), (1009, 1009)), grids._Cut((1009, 1010), (-2, -1), (0, 1))
+        grid, cut = layout_of((side, side), (1009, 1009)), grids.Cut((1009, 1010), (-2, -1), (0, 1))
         x = jnp.zeros((side**2, *cut.largest(grid)) if function == "joined" else cut.shape)
         return len(jax.make_jaxpr(lambda x: getattr(cut, function)(grid, x))(x).eqns)
 
