@@ -447,23 +447,6 @@ def test_constant_on_a_rank(ways, comm, rank, size):
     alike(both(call, ways, numbers((3,), rank), numbers((3,), 50)), 1e-12)
 
 
-@derivatives
-def test_derivatives_across_jit_and_branches(comm, rank):
-    x = numbers((3,), rank)
-    start, wait = jax.jit(lambda x: jaxmpi.iallreduce(jnp.sin(x), MPI.PROD)), jax.jit(jaxmpi.wait)
-
-    def f(x, first):
-        request = lax.cond(first, start, lambda x: jaxmpi.iallreduce(jnp.sin(2 * x), MPI.PROD), x)
-        return jnp.sum(wait(request) * x)
-
-    def both(h):
-        return jax.jit(lambda x, given: (h(x, given), jax.hessian(h)(x, given)))
-
-    ours, theirs = both(f), both(lambda x, k: jnp.sum(jaxmpi.allreduce(jnp.sin(k * x), MPI.PROD) * x))
-    for first, factor in ((True, 1.0), (False, 2.0)):
-        same(ours(x, first), theirs(x, factor), 1e-12)
-
-
 def _normal_equations(step, times):
     """Solves x + 0.05 S* S x = b, where S is `times` steps."""
 
