@@ -326,7 +326,6 @@ class Replica(Local):
             other = (rank - distance) % size
             room = self._room(layout, other)
             saved.under_way[other] = room, [comm.Irecv(part, other, _COPIES) for part in _parts(room)]
-        for distance in range(1, min(self._copies, size - 1) + 1):
             saved.sends += [comm.Isend(part, (rank + distance) % size, _COPIES) for part in _parts(packed)]
         return saved
 

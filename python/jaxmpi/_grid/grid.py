@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import slice_in_dim
 from mpi4py import MPI
 
 from jaxmpi._grid import arguments as checks
@@ -819,20 +820,16 @@ def _runs(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(i, end - i, sizes[i]) for i, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
 
-def _slice(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
-    return x[(slice(None),) * axis + (slice(start, stop, step),)]
-
-
 def _divided(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
     """Replace an axis by two: blocks of these sizes, each longer by one if `staggered`, and cells with zeros behind."""
     most, start, runs = max(sizes) + staggered, 0, []
     for _, count, size in _runs(sizes):
         end, shape = start + count * size, list(x.shape)
         shape[axis : axis + 1] = [count, size]
-        run = _slice(x, axis, start, end).reshape(shape)
+        run = slice_in_dim(x, start, end, axis=axis).reshape(shape)
         if staggered:  # the first cell behind each block
             shape[axis + 1] = 1
-            behind = _slice(x, axis, start + size, end + 1, max(size, 1))
+            behind = slice_in_dim(x, start + size, end + 1, max(size, 1), axis)
             run = jnp.concatenate([run, jnp.broadcast_to(jnp.expand_dims(behind, axis + 1), shape)], axis + 1)
         pads = [(0, 0)] * run.ndim
         pads[axis + 1] = (0, most - run.shape[axis + 1])
@@ -845,6 +842,6 @@ def _joined(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
     """Join two axes again. If two blocks share a point, the value of the second one is taken."""
     runs = []
     for first, count, size in _runs([*sizes[:-1], sizes[-1] + staggered]):
-        run = _slice(_slice(x, axis, first, first + count), axis + 1, 0, size)
+        run = slice_in_dim(slice_in_dim(x, first, first + count, axis=axis), 0, size, axis=axis + 1)
         runs.append(run.reshape(*x.shape[:axis], count * size, *x.shape[axis + 2 :]))
     return jnp.concatenate(runs, axis)

@@ -207,25 +207,21 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
             continue
         source = halo.layout.neighbor(rank, direction)
         here, there = halo.layout.block(rank), halo.layout.block(source)
-        written = Box((0,) * len(shape), tuple(shape), (1,) * len(shape))
-        read, number = written, None  # of several numbers the number of the last axis is taken, as by numpy.pad
-        for axis, side in enumerate(direction):
-            place = field.axes[axis]
-            sizes = here[axis], there[axis]
-            region, origin = _along(halo, field, axis, at[axis], side, sizes)
-            written = _set(written, place, region[0], region[1], 1)
-            if origin is None:
+        written = [(0, size, 1) for size in shape]  # start, count and step along each axis
+        read, number = written.copy(), None
+        for axis, (side, place) in enumerate(zip(direction, field.axes, strict=True)):
+            (start, count), origin = _along(halo, field, axis, at[axis], side, (here[axis], there[axis]))
+            written[place] = start, count, 1
+            if origin is None:  # of several numbers the number of the last axis is taken, as by numpy.pad
                 number = field.rules[axis][side > 0]
             else:
-                read = _set(read, place, origin[0], region[1], origin[1])
-        yield direction, source, written, read if number is None else number
+                read[place] = origin[0], count, origin[1]
+        yield direction, source, _box(written), _box(read) if number is None else number
 
 
-def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
-    def replace(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return (*values[:axis], value, *values[axis + 1 :])
-
-    return Box(replace(box.starts, start), replace(box.counts, count), replace(box.steps, step))
+def _box(extents: Sequence[tuple[int, int, int]]) -> Box:
+    starts, counts, steps = zip(*extents, strict=True)
+    return Box(starts, counts, steps)
 
 
 @plans.cached
