@@ -24,7 +24,7 @@ from mpi4py import MPI
 from jaxmpi._files import trees
 from jaxmpi._grid import arguments as checks
 from jaxmpi._grid.divisions import Division
-from jaxmpi._grid.grid import Grid, Width
+from jaxmpi._grid.grid import Cut, Grid, Width
 from jaxmpi._grid.halos import Layout, Widths
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, survival
@@ -47,35 +47,20 @@ class _Field:
 
     dtype: np.dtype[Any]
     is_numpy: bool
-    shape: tuple[int, ...]
-    """The shape of a block. The sizes along `axes` do not count."""
-    axes: tuple[int, ...]
-    """The axes that belong to the grid, from the end."""
-    staggered: tuple[int, ...]
+    cut: Cut
+    """The axes of a block. The sizes along the axes of the grid are zeros."""
     widths: Widths
 
     def block(self, layout: Layout, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's block, without halo."""
-        shape = list(self.shape)
-        for axis, size, extra in zip(self.axes, layout.block(rank), self.staggered, strict=True):
-            shape[axis] = size + extra
-        return tuple(shape)
+        return self.cut._with(map(sum, zip(layout.block(rank), self.cut.staggered, strict=True)))
 
     def bytes(self, layout: Layout, rank: int) -> int:
         return math.prod(self.block(layout, rank)) * self.dtype.itemsize
 
-    def inner(self, x: Any) -> Any:
-        index = [slice(None)] * len(self.shape)
-        for axis, (low, high) in zip(self.axes, self.widths, strict=True):
-            index[axis] = slice(low, x.shape[axis] - high)
-        return x[tuple(index)]
-
     def with_halo(self, block: Any) -> Any:
         """Return the value of the leaf, with zeros in the halo."""
-        pads = [(0, 0)] * len(self.shape)
-        for axis, pair in zip(self.axes, self.widths, strict=True):
-            pads[axis] = pair
-        whole = np.pad(block, pads)
+        whole = np.pad(block, self.cut.pads(self.widths))
         return whole if self.is_numpy else jnp.asarray(whole)
 
 
@@ -297,11 +282,8 @@ class Replica(Local):
             expected = [size + sum(pair) for size, pair in zip(grid.local_shape, pairs, strict=True)]
             advice = " width= gives the halo, axes= the axes of the grid, grid= the leaves that are no fields."
             cut = grid._cut(x.shape, self._axes, expected, operation, name, advice)
-            shape = list(cut.shape)
-            for axis in cut.axes:
-                shape[axis] = 0
-            is_numpy = isinstance(x, np.ndarray)
-            fields.append(_Field(np.dtype(x.dtype), is_numpy, tuple(shape), cut.axes, cut.staggered, pairs))
+            cut = dataclasses.replace(cut, shape=cut._with([0] * dimensions))
+            fields.append(_Field(np.dtype(x.dtype), isinstance(x, np.ndarray), cut, pairs))
         return fields, structure
 
     def _room(self, layout: Layout, rank: int) -> Bytes:
@@ -328,7 +310,7 @@ class Replica(Local):
                 if spec is None:
                     same.append(_Same.from_leaf(x))
                 else:
-                    next(places)[...] = spec.inner(np.asarray(x))
+                    next(places)[...] = spec.cut.inner(np.asarray(x), spec.widths)
             with waiting(self._grid._comm, operation):
                 self._finish(restores=False)
                 self._begin(packed, same)
@@ -344,7 +326,6 @@ class Replica(Local):
             other = (rank - distance) % size
             room = self._room(layout, other)
             saved.under_way[other] = room, [comm.Irecv(part, other, _COPIES) for part in _parts(room)]
-        for distance in range(1, min(self._copies, size - 1) + 1):
             saved.sends += [comm.Isend(part, (rank + distance) % size, _COPIES) for part in _parts(packed)]
         return saved
 
@@ -393,24 +374,17 @@ class Replica(Local):
         packed = self._room(self._grid._layout, comm.rank)
         requests, received = [], []
         for other in range(comm.size):
-            size = sum(part.nbytes for part in self._pieces(saved, holders, packed, other, comm.rank, False))
-            received.append(np.empty(size, np.uint8))
-            if other != comm.rank:
-                requests += [comm.Irecv(part, other, _BLOCKS) for part in _parts(received[-1])]
+            for piece in self._pieces(saved, holders, packed, other, comm.rank, False):
+                message = np.empty(piece.nbytes, np.uint8)
+                received.append((piece, message))
+                requests += [comm.Irecv(part, other, _BLOCKS) for part in _parts(message)]
         for other in range(comm.size):
-            pieces = self._pieces(saved, holders, packed, comm.rank, other, True)
-            parts = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces]
-            message = np.concatenate([np.empty(0, np.uint8), *parts])
-            if other == comm.rank:
-                received[other] = message
-            else:
+            for piece in self._pieces(saved, holders, packed, comm.rank, other, True):
+                message = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
                 requests += [comm.Isend(part, other, _BLOCKS) for part in _parts(message)]
         _wait(requests)
-        for other, message in enumerate(received):
-            at = 0
-            for piece in self._pieces(saved, holders, packed, other, comm.rank, False):
-                piece[...] = message[at : at + piece.nbytes].view(piece.dtype).reshape(piece.shape)
-                at += piece.nbytes
+        for piece, message in received:
+            piece[...] = message.view(piece.dtype).reshape(piece.shape)
         return packed
 
     def _pieces(
@@ -425,12 +399,8 @@ class Replica(Local):
             )
             for spec, block in zip(filter(None, self._fields), blocks, strict=True):
                 boxes = _overlap(spec, saved.layout, old, new, target)
-                if boxes is None:
-                    continue
-                index = [slice(None)] * len(spec.shape)
-                for axis, pair in zip(spec.axes, boxes, strict=True):
-                    index[axis] = pair[0 if sends else 1]
-                yield block[tuple(index)]
+                if boxes is not None:
+                    yield spec.cut.part(block, (pair[0 if sends else 1] for pair in boxes))
 
 
 def _wait(requests: Sequence[MPI.Request]) -> None:
@@ -451,7 +421,7 @@ def _overlap(spec: _Field, old: Layout, source: int, new: Layout, target: int) -
     """Return the cells of an old block that are in a new one, along each axis, as slices of both. None: no cells."""
     overlaps = []
     before, after = old.coordinates(source), new.coordinates(target)
-    for axis, extra in enumerate(spec.staggered):
+    for axis, extra in enumerate(spec.cut.staggered):
         first, beyond = Division(old, ()).owned(axis, bool(extra))[before[axis]]
         start, end = Division(new, ()).contained(axis, bool(extra))[after[axis]]
         low, high = max(first, start), min(beyond, end)

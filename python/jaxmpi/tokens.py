@@ -1,9 +1,8 @@
 """The operations in the form with tokens, as programs for mpi4jax up to 0.7 and for JPI use them.
 
 Each operation takes a token and returns `(result, token)`; `send` and `barrier` return the token, `isend` and
-`ibarrier` `(request, token)`. Order needs no token:
-jaxmpi hands it back as it came, so that a loop may carry it. `import jaxmpi.tokens as mpi4jax` runs a program of that
-time. The signatures are in tokens.pyi.
+`ibarrier` `(request, token)`. Order needs no token: jaxmpi hands it back as it came, so that a loop may carry it.
+`import jaxmpi.tokens as mpi4jax` runs a program of that time. The signatures are in tokens.pyi.
 """
 
 import functools
@@ -56,18 +55,11 @@ def with_token(function: Callable[..., Any]) -> Any:
     signature = inspect.signature(function)
     has_result = signature.return_annotation is not None
 
-    if has_result:
-
-        @functools.wraps(function)
-        def call(*args: Any, token: Any = None, **kwargs: Any) -> Any:
-            return function(*args, **kwargs), _TOKEN if token is None else token
-
-    else:
-
-        @functools.wraps(function)
-        def call(*args: Any, token: Any = None, **kwargs: Any) -> Any:
-            function(*args, **kwargs)
-            return _TOKEN if token is None else token
+    @functools.wraps(function)
+    def call(*args: Any, token: Any = None, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        token = _TOKEN if token is None else token
+        return (result, token) if has_result else token
 
     parameters = [
         *signature.parameters.values(),

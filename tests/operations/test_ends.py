@@ -37,27 +37,6 @@ def test_loop_over_partners(jit, comm, rank, size):
 
 
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
-def test_derivatives_are_those_of_static_ones(comm, rank, size):
-    weights = jnp.asarray(np.random.default_rng(rank).normal(size=(size, 3)))
-
-    def static(x):
-        return jnp.stack([jaxmpi.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=3) for i in range(size)])
-
-    def traced(x):
-        def step(_, i):
-            return (), jaxmpi.sendrecv(x, x, (rank - i) % size, (rank + i) % size, sendtag=i, recvtag=MPI.ANY_TAG)
-
-        return lax.scan(step, (), jnp.arange(size))[1]
-
-    x = jnp.arange(3.0) + rank
-    loss = lambda f: lambda x: jnp.sum(weights * f(x) ** 2)  # noqa: E731
-    t = jnp.ones(3)
-    kinds = lambda f: (f(x), jax.jvp(loss(f), (x,), (t,)), jax.jvp(jax.grad(loss(f)), (x,), (t,)))  # noqa: E731
-    for ours, theirs in zip(*map(jax.tree.leaves, jax.jit(lambda: (kinds(traced), kinds(static)))()), strict=True):
-        np.testing.assert_allclose(ours, theirs)
-
-
-@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 def test_one_half_has_a_derivative(rank, size):
     """A rank sends numbers and gets integers, and the other way round."""
     right, left = (rank + 1) % size, (rank - 1) % size

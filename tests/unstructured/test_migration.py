@@ -195,41 +195,6 @@ def test_loop_over_steps(comm, rank, size):
     assert comm.allreduce(int(n)) == 5 * size
 
 
-@needs_derivatives
-def test_gradient_beside_one_process(rank, size):
-    """Of a function of where particles end up after several moves, the owners following from the places; all ranks'
-    particles on one process, where nothing moves, have the same gradient."""
-    count, room, steps = 4, 4 * size, 3
-    places = np.random.default_rng(3).uniform(0, size, (size * count, 2))
-    weights = jnp.asarray(np.random.default_rng(4).uniform(1, 2, size * count))
-
-    def forward(x, weight):
-        """One step, which depends on the row alone."""
-        return (x + 0.3 * jnp.sin(2 * x[:, ::-1]) * weight[:, None] + 0.7) % size
-
-    def here(x, weight):
-        n = jnp.int32(count)
-        for _ in range(steps):
-            x = forward(x, weight)
-            (x, weight), n, _ = jaxmpi.migrate((x, weight), jnp.floor(x[:, 0]).astype(jnp.int32), count=n)
-        value = jnp.sum(jnp.where(jnp.arange(room) < n, weight * (x**3).sum(1) * (1 + jnp.floor(x[:, 0])), 0))
-        return jaxmpi.allreduce(value, MPI.SUM)
-
-    def alone(x, weight):
-        for _ in range(steps):
-            x = forward(x, weight)
-        return jnp.sum(weight * (x**3).sum(1) * (1 + jnp.floor(x[:, 0])))
-
-    mine = slice(rank * count, (rank + 1) * count)
-    pad = lambda x: jnp.zeros((room, *x.shape[1:])).at[:count].set(x)  # noqa: E731
-    value, gradient = jax.jit(jax.value_and_grad(here, (0, 1)))(pad(places[mine]), pad(weights[mine]))
-    expected, of_all = jax.jit(jax.value_and_grad(alone, (0, 1)))(jnp.asarray(places), weights)
-    np.testing.assert_allclose(value, expected, rtol=1e-12)
-    for got, whole in zip(gradient, of_all, strict=True):
-        np.testing.assert_allclose(got[:count], whole[mine], rtol=1e-10)
-        np.testing.assert_array_equal(got[count:], 0)
-
-
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 

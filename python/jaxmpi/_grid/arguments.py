@@ -54,9 +54,7 @@ def is_listed(values: Any) -> bool:
 def integers(values: Any, function: str, what: str) -> list[int]:
     if isinstance(values, MPI.Comm):
         raise TypeError(f"{function}: {what} must be integers, got {values!r}: pass a communicator as comm=.")
-    if is_listed(values):
-        return [arguments.integer(value, function, what) for value in values]
-    return [arguments.integer(values, function, what)]
+    return [arguments.integer(value, function, what) for value in (values if is_listed(values) else [values])]
 
 
 def axis(value: Any, dimensions: int, function: str) -> int:

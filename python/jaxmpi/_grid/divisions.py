@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._grid.halos import Layout, Widths
+from jaxmpi._grid.halos import GridPattern, Layout, Widths
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.plans import Box, Move, Plan
 
@@ -55,25 +55,12 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Redistribution:
+class Redistribution(GridPattern):
     """The pattern of a redistribution on one rank."""
 
     rank: int
     source: Division
     target: Division
-    aliases = False
-    why_not_differentiable = ""
-
-    def linear(self, per_array: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        return per_array
-
-    def behind(self, place: Spec, axes: int) -> Spec:
-        """Return the place of a field that has `axes` more axes, behind all others."""
-        chosen, staggered, name = place
-        return tuple(axis - axes for axis in chosen), staggered, name
-
-    def batch(self, adjoint: bool) -> tuple[int, int]:
-        return 0, 0
 
     def results(self, avals: Sequence[Any], per_array: tuple[Spec, ...], adjoint: bool) -> list[Any]:
         there = self.source if adjoint else self.target

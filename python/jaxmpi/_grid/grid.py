@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import slice_in_dim
 from mpi4py import MPI
 
 from jaxmpi._grid import arguments as checks
@@ -380,7 +381,7 @@ class Grid(communicators.Local):
         arrays, names, structure = arguments.leaves(blocks, "Grid.pad", "blocks")
         widths = checks.widths(width, len(self.processes), "Grid.pad")
         cuts = [
-            _Cut(tuple(x.shape), self._axes_of(x.shape, "Grid.pad", name, axes), (0,) * len(widths))
+            Cut(tuple(x.shape), self._axes_of(x.shape, "Grid.pad", name, axes), (0,) * len(widths))
             for x, name in zip(arrays, names, strict=True)
         ]
         return jax.tree.unflatten(
@@ -498,7 +499,7 @@ class Grid(communicators.Local):
             [x.squeeze([cut.axes[axis] for axis in fixed]) for x, (_, cut, _) in zip(wholes, planes, strict=True)],
         )
 
-    def _plane(self, cut: "_Cut", block: Any, fixed: dict[int, int], name: str) -> "tuple[Grid, _Cut, Any]":
+    def _plane(self, cut: "Cut", block: Any, fixed: dict[int, int], name: str) -> "tuple[Grid, Cut, Any]":
         """Return the part of a block that lies in a plane, with a grid and a cut for the plane. Along each axis of
         `fixed` one process has one cell there, and the others have none."""
         if not fixed:
@@ -603,7 +604,7 @@ class Grid(communicators.Local):
                     f"Grid.to_sharded: {name} has shape {x.shape}: staggered blocks share points, parts do not."
                 )
             sharding = self._sharding("Grid.to_sharded", names, x.ndim, axes)
-            shape = tuple(cut._with(self.global_shape))
+            shape = cut._with(self.global_shape)
             sharded.append(
                 jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(x, jax.local_devices()[0])])
             )
@@ -650,7 +651,7 @@ class Grid(communicators.Local):
 
     def _cut(
         self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str, advice: str = ""
-    ) -> "_Cut":
+    ) -> "Cut":
         """Return the cut of an array. Raise ValueError, with the advice, if its sizes are not the expected ones."""
         places = self._axes_of(shape, function, name, axes)
         extra = [shape[place] - size for place, size in zip(places, expected, strict=True)]
@@ -659,7 +660,7 @@ class Grid(communicators.Local):
                 f"{function}: {name} has {tuple(shape[place] for place in places)} cells along the axes of the grid, "
                 f"where it needs {tuple(expected)}, or one more along an axis where it is staggered.{advice}"
             )
-        return _Cut(tuple(shape), places, tuple(extra))
+        return Cut(tuple(shape), places, tuple(extra))
 
     def _rules_of(self, fields: Any, count: int, halo: Halo, boundary: Any, function: str) -> list[Rules]:
         """Return the rules of each field. Check that no block is smaller than the part of it that its halo copies."""
@@ -731,7 +732,7 @@ def _added(x: Any, operation: str, name: str) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class Cut:
     """The cut of arrays of one shape into blocks. It has the axes that belong to the grid, from the end, and says along
     which of them the array is longer by one."""
 
@@ -739,31 +740,34 @@ class _Cut:
     axes: tuple[int, ...]
     staggered: tuple[int, ...]
 
-    def _with(self, sizes: Sequence[int]) -> list[int]:
+    def _replace(self, values: Sequence[Any], along: Iterable[Any]) -> list[Any]:
+        """Return values for all axes of an array, with others along the axes of the grid."""
+        replaced = list(values)
+        for axis, value in zip(self.axes, along, strict=True):
+            replaced[axis] = value
+        return replaced
+
+    def _with(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """Return the shape with other sizes along the axes of the grid."""
-        shape = list(self.shape)
-        for axis, size in zip(self.axes, sizes, strict=True):
-            shape[axis] = size
-        return shape
+        return tuple(self._replace(self.shape, sizes))
+
+    def part(self, x: Any, slices: Iterable[slice]) -> Any:
+        """Return the part of an array with these cells along the axes of the grid."""
+        return x[tuple(self._replace([slice(None)] * len(self.shape), slices))]
 
     def largest(self, grid: Grid) -> tuple[int, ...]:
         """Return the shape that contains every block."""
         blocks = zip(grid._layout.blocks, self.staggered, strict=True)
-        return tuple(self._with([max(sizes) + extra for sizes, extra in blocks]))
+        return self._with(max(sizes) + extra for sizes, extra in blocks)
 
     def block(self, grid: Grid, x: Any, rank: int) -> Any:
         """Return the block of a rank."""
-        index = [slice(None)] * len(self.shape)
-        for axis, (start, size) in zip(self.axes, grid._extents(rank, self.staggered), strict=True):
-            index[axis] = slice(start, start + size)
-        return x[tuple(index)]
+        return self.part(x, (slice(start, start + size) for start, size in grid._extents(rank, self.staggered)))
 
     def inner(self, x: Any, widths: halos.Widths) -> Any:
         """Return a block without its halo."""
-        index = [slice(None)] * len(self.shape)
-        for axis, (low, high) in zip(self.axes, widths, strict=True):
-            index[axis] = slice(low, x.shape[axis] - high)
-        return x[tuple(index)]
+        pairs = zip(self.axes, widths, strict=True)
+        return self.part(x, (slice(low, x.shape[axis] - high) for axis, (low, high) in pairs))
 
     def padded(self, grid: Grid, block: Any) -> Any:
         """Return a block in the shape that contains every block."""
@@ -771,15 +775,11 @@ class _Cut:
 
     def cropped(self, grid: Grid, x: Any, rank: int) -> Any:
         """Return the block of a rank from the shape that contains every block."""
-        sizes = [size for _, size in grid._extents(rank, self.staggered)]
-        return x[tuple(slice(size) for size in self._with(sizes))]
+        return self.part(x, (slice(size) for _, size in grid._extents(rank, self.staggered)))
 
     def pads(self, widths: halos.Widths) -> list[tuple[int, int]]:
         """Return the argument of `jnp.pad` that puts a halo around a block."""
-        pads = [(0, 0)] * len(self.shape)
-        for axis, pair in zip(self.axes, widths, strict=True):
-            pads[axis] = pair
-        return pads
+        return self._replace([(0, 0)] * len(self.shape), widths)
 
     def divided(self, grid: Grid, x: Any) -> Any:
         """Return the blocks of all ranks, each in the shape that contains every block."""
@@ -820,20 +820,16 @@ def _runs(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(i, end - i, sizes[i]) for i, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
 
-def _slice(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
-    return x[(slice(None),) * axis + (slice(start, stop, step),)]
-
-
 def _divided(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
     """Replace an axis by two: blocks of these sizes, each longer by one if `staggered`, and cells with zeros behind."""
     most, start, runs = max(sizes) + staggered, 0, []
     for _, count, size in _runs(sizes):
         end, shape = start + count * size, list(x.shape)
         shape[axis : axis + 1] = [count, size]
-        run = _slice(x, axis, start, end).reshape(shape)
+        run = slice_in_dim(x, start, end, axis=axis).reshape(shape)
         if staggered:  # the first cell behind each block
             shape[axis + 1] = 1
-            behind = _slice(x, axis, start + size, end + 1, max(size, 1))
+            behind = slice_in_dim(x, start + size, end + 1, max(size, 1), axis)
             run = jnp.concatenate([run, jnp.broadcast_to(jnp.expand_dims(behind, axis + 1), shape)], axis + 1)
         pads = [(0, 0)] * run.ndim
         pads[axis + 1] = (0, most - run.shape[axis + 1])
@@ -846,6 +842,6 @@ def _joined(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
     """Join two axes again. If two blocks share a point, the value of the second one is taken."""
     runs = []
     for first, count, size in _runs([*sizes[:-1], sizes[-1] + staggered]):
-        run = _slice(_slice(x, axis, first, first + count), axis + 1, 0, size)
+        run = slice_in_dim(slice_in_dim(x, first, first + count, axis=axis), 0, size, axis=axis + 1)
         runs.append(run.reshape(*x.shape[:axis], count * size, *x.shape[axis + 2 :]))
     return jnp.concatenate(runs, axis)

@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.plans import Box, Fill, Move, Plan
+from jaxmpi._primitive.params import Pattern
 
 Widths = tuple[tuple[int, int], ...]
 """The widths of a halo along each axis of the grid: before the block and behind it."""
@@ -93,8 +94,19 @@ def _linear(rule: Rule) -> Rule:
     return Number("0", 0) if isinstance(rule, Number) else rule
 
 
+class GridPattern(Pattern):
+    """A pattern of fields. What it knows of a field begins with the axes that belong to the grid, from the end."""
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def behind(self, place: Any, axes: int) -> Any:
+        chosen, *others = place
+        return tuple(axis - axes for axis in chosen), *others
+
+
 @dataclass(frozen=True)
-class Halo:
+class Halo(GridPattern):
     """The pattern of an exchange, which is the same on all ranks."""
 
     layout: Layout
@@ -102,7 +114,6 @@ class Halo:
     corners: bool
 
     aliases = True
-    why_not_differentiable = ""
 
     def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
         return _plan(self, rank, avals, per_array, adjoint)
@@ -110,19 +121,11 @@ class Halo:
     def results(self, avals: Sequence[Any], per_array: Any, adjoint: bool) -> Sequence[Any]:
         return avals
 
-    def batch(self, adjoint: bool) -> tuple[int, int]:
-        return 0, 0
-
-    def linear(self, per_array: Sequence["Spec"]) -> tuple["Spec", ...]:
+    def linear(self, per_array: Sequence[Spec]) -> tuple[Spec, ...]:
         """Return the specs of the fields for the linear part of an exchange: with zero in the place of numbers."""
         return tuple(
             (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in per_array
         )
-
-    def behind(self, place: "Spec", axes: int) -> "Spec":
-        """Return the spec of a field that has `axes` more axes, behind all others."""
-        chosen, rules, name = place
-        return tuple(axis - axes for axis in chosen), rules, name
 
     def directions(self) -> Iterator[tuple[int, ...]]:
         for direction in itertools.product((-1, 0, 1), repeat=len(self.widths)):
@@ -204,25 +207,21 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
             continue
         source = halo.layout.neighbor(rank, direction)
         here, there = halo.layout.block(rank), halo.layout.block(source)
-        written = Box((0,) * len(shape), tuple(shape), (1,) * len(shape))
-        read, number = written, None  # of several numbers the number of the last axis is taken, as by numpy.pad
-        for axis, side in enumerate(direction):
-            place = field.axes[axis]
-            sizes = here[axis], there[axis]
-            region, origin = _along(halo, field, axis, at[axis], side, sizes)
-            written = _set(written, place, region[0], region[1], 1)
-            if origin is None:
+        written = [(0, size, 1) for size in shape]  # start, count and step along each axis
+        read, number = written.copy(), None
+        for axis, (side, place) in enumerate(zip(direction, field.axes, strict=True)):
+            (start, count), origin = _along(halo, field, axis, at[axis], side, (here[axis], there[axis]))
+            written[place] = start, count, 1
+            if origin is None:  # of several numbers the number of the last axis is taken, as by numpy.pad
                 number = field.rules[axis][side > 0]
             else:
-                read = _set(read, place, origin[0], region[1], origin[1])
-        yield direction, source, written, read if number is None else number
+                read[place] = origin[0], count, origin[1]
+        yield direction, source, _box(written), _box(read) if number is None else number
 
 
-def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
-    def replace(values: tuple[int, ...], value: int) -> tuple[int, ...]:
-        return (*values[:axis], value, *values[axis + 1 :])
-
-    return Box(replace(box.starts, start), replace(box.counts, count), replace(box.steps, step))
+def _box(extents: Sequence[tuple[int, int, int]]) -> Box:
+    starts, counts, steps = zip(*extents, strict=True)
+    return Box(starts, counts, steps)
 
 
 @plans.cached

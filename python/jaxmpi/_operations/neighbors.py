@@ -4,7 +4,9 @@
 edges in the order in which they list them.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,12 +110,8 @@ def _of_cartesian(comm: MPI.Cartcomm) -> tuple[Edges, Edges]:
 
 
 def _numbered(ranks: Sequence[int]) -> Edges:
-    count_of: dict[int, int] = {}
-    edges = []
-    for rank in ranks:
-        count_of[rank] = count_of.get(rank, -1) + 1
-        edges.append((int(rank), count_of[rank]))
-    return tuple(edges)
+    numbers: dict[int, Iterator[int]] = defaultdict(itertools.count)
+    return tuple((int(rank), next(numbers[rank])) for rank in ranks)
 
 
 class NeighborCollective(ByPlan):

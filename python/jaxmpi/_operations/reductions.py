@@ -33,6 +33,11 @@ def why_reduction_not_differentiable(op: arguments.Reduction) -> str:
     return f"the reduction {op.name} has no derivative; those that have one: {possible}."
 
 
+def _of_sum(params: R) -> R:
+    """Return the parameters of a sum of tangents."""
+    return dataclasses.replace(params.linear(), op=SUM)
+
+
 class Reduction(Collective[R]):
     """A reduction. A sum is linear; the tangent of another reduction is made of sums."""
 
@@ -48,7 +53,7 @@ class Reduction(Collective[R]):
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: R) -> Any:
         """Return the tangent of one array's result, if the reduction is not a sum."""
-        raise NotImplementedError
+        return self.apply(_of_sum(params), weight_of(x, params) * tangent)[0]
 
     def reduce_tree(self, params: R, x: Any) -> Any:
         return self.apply_to_tree(params, x, arguments.reducible, params.op)
@@ -61,8 +66,7 @@ class Allreduce(Reduction[Reducing]):
     works_in_place = True
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
-        summing = Reducing(params.comm, SUM, line=params.line, derivative=TANGENT)
-        return self.apply(summing, weight_of(x, params, result) * tangent)[0]
+        return self.apply(_of_sum(params), weight_of(x, params, result) * tangent)[0]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Reducing) -> list[Any]:
         if params.line is not None:
@@ -103,8 +107,7 @@ class Reduce(Reduction[ReducingTo]):
     root_receives = True
 
     def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: ReducingTo) -> Any:
-        summing = ReducingTo(params.comm, SUM, params.root, derivative=TANGENT)
-        (total,) = self.apply(summing, weight_of(x, params) * tangent)
+        total = super().tangent_of_one(x, tangent, result, params)
         return total if params.on_root else tangent + dependent_zeros([total], tangent)
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: ReducingTo) -> list[Any]:
@@ -141,9 +144,6 @@ class ReduceScatter(Reduction[Reducing]):
 
     def batch_at(self, params: Reducing) -> tuple[int, int]:
         return 1, 0
-
-    def tangent_of_one(self, x: Any, tangent: Any, result: Any, params: Reducing) -> Any:
-        return self.apply(Reducing(params.comm, SUM, derivative=TANGENT), weight_of(x, params) * tangent)[0]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Reducing) -> list[Any]:
         return self.adjoint.apply_to_all(Common(params.comm, derivative=COTANGENT), cotangents)
@@ -283,10 +283,7 @@ def _shifted(distance: int, params: Common, *arrays: Any) -> tuple[bool, list[An
 
 def _distances(params: Common) -> Iterator[int]:
     """Yield 1, 2, 4, ... below the number of ranks: the steps of a prefix reduction by doubling."""
-    distance = 1
-    while distance < params.comm.size:
-        yield distance
-        distance *= 2
+    return (1 << i for i in range((params.comm.size - 1).bit_length()))
 
 
 def _product_of_others(x: Any, params: Common) -> Any:

@@ -116,16 +116,14 @@ def rows(owned: Any, ghosts: Any, owners: Any, names: Names, rank: int, size: in
         raise ValueError(
             f"{operation}: {len(copies)} ghosts and {len(of_copies)} owners: pass the owner of each, or no owners."
         )
-    order = np.argsort(copies, kind="stable")
-    copies, of_copies = copies[order], of_copies[order]
-    again = copies[1:] == copies[:-1]
-    if len(differ := np.flatnonzero(again & (of_copies[1:] != of_copies[:-1]))):
+    listed = copies
+    copies, first, which = np.unique(listed, return_index=True, return_inverse=True)
+    if len(differ := listed[of_copies != of_copies[first][which]]):
         raise ValueError(
-            f"{operation}: owners has two ranks for ghosts that are there twice: {some(copies[differ])}. Pass each "
+            f"{operation}: owners has two ranks for ghosts that are there twice: {some(distinct(differ))}. Pass each "
             "ghost once, with the rank that owns it."
         )
-    first = np.concatenate([np.ones(min(1, len(copies)), bool), ~again])
-    copies, of_copies = copies[first], of_copies[first]
+    of_copies = of_copies[first]
     is_mine = lookup.positions(copies) >= 0
     if len(wrong := copies[is_mine != (of_copies == rank)]):
         raise ValueError(

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.plans import Box, Fill, Indices, Move, Plan
+from jaxmpi._primitive.params import Pattern
 from jaxmpi._unstructured.directory import Connections
 
 Spec = tuple[int, str]
@@ -28,7 +29,7 @@ Which = range | Indices
 
 
 @dataclass(frozen=True)
-class Ghosts:
+class Ghosts(Pattern):
     """The pattern of an exchange of ghosts on one rank."""
 
     rank: int
@@ -51,11 +52,7 @@ class Ghosts:
             "derivative is needed."
         )
 
-    def linear(self, per_array: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        return per_array
-
     def behind(self, place: Spec, axes: int) -> Spec:
-        """Return the place of an array that has `axes` more axes, behind all others."""
         axis, name = place
         return axis - axes, name
 

@@ -225,9 +225,7 @@ class IndexMap(communicators.Local):
     @property
     def neighbors(self) -> tuple[int, ...]:
         """The ranks that own ghosts of this rank, or have ghosts that it owns, in ascending order."""
-        return tuple(
-            sorted({rank for pairs in (self._connections.receives, self._connections.sends) for rank, _ in pairs})
-        )
+        return tuple(sorted({*dict(self._connections.receives), *dict(self._connections.sends)}))
 
     def to_local(self, indices: Any) -> np.ndarray:
         """Return the local numbers of rows.
@@ -340,10 +338,7 @@ class IndexMap(communicators.Local):
         reduction = arguments.reduction(op, operation)
         if reduction.name not in ("SUM", "MAX", "MIN"):
             raise ValueError(f"{operation}: op must be MPI.SUM, MPI.MAX, MPI.MIN, got {reduction.name}.")
-
-        def check(x: Any, operation: str, name: str) -> jax.Array:
-            return arguments.reducible(x, reduction, operation, name)
-
+        check = lambda x, *names: arguments.reducible(x, reduction, *names)  # noqa: E731
         arrays, structure, params = self._checked(operation, tree, check, reduction.name)
         return jax.tree.unflatten(structure, index_accumulate_p.apply_to_all(params, arrays))
 
