@@ -177,6 +177,15 @@ def test_stacked_by_scan(comm, rank, size):
     same(jax.jit(lambda x: [f(x, False), f(x, True)])(x), [3 * before, before, 2 * before] * 2, 1e-15)
 
 
+def test_one_envelope(comm, rank, size):
+    """Receives are matched in the order of their starts, whatever the order of the waits."""
+    receives = [jaxmpi.irecv(jnp.zeros(2), left(comm), tag=4) for _ in range(5)]
+    sends = [jaxmpi.isend(jnp.full(2, 10.0 * rank + i), right(comm), tag=4) for i in range(5)]
+    for i in (3, 0, 4, 2, 1):
+        np.testing.assert_array_equal(jaxmpi.wait(receives[i]), 10.0 * left(comm) + i)
+        jaxmpi.wait(sends[4 - i])
+
+
 def _kinds(comm, grid):
     """Of each kind a start with a tag, which may be none; what its result gives; and that by NumPy of what all have."""
 
@@ -319,6 +328,20 @@ def test_blocking_operations_while_a_message_is_expected(jitted, comm, rank, siz
         same(small, jnp.full(2, 2.0 - rank))
 
 
+def test_many_large_ones(comm, rank, size):
+    receives = [jaxmpi.irecv(jnp.zeros(LARGE), r, tag=r) for r in range(size)]
+    receives += [jaxmpi.irecv(jnp.zeros(LARGE), r, tag=9) for r in range(size)]
+    sends = [jaxmpi.isend(jnp.full(LARGE, 9.0 + rank), r, tag=9) for r in range(size)]
+    sends += [jaxmpi.isend(jnp.full(LARGE, 1.0 + rank), r, tag=rank) for r in range(size)]
+    total = jaxmpi.iallreduce(jnp.full(LARGE, 1.0), MPI.SUM)
+    jaxmpi.barrier()
+    jaxmpi.waitall(sends[::-1])
+    same(jaxmpi.wait(total), jnp.full(LARGE, float(size)))
+    for r in range(size):
+        same(jaxmpi.wait(receives[size + r]), jnp.full(LARGE, 9.0 + r))
+        same(jaxmpi.wait(receives[r]), jnp.full(LARGE, 1.0 + r))
+
+
 def test_operand_is_copied(comm, rank):
     """Donated memory is used again while the message is under way."""
 
@@ -447,6 +470,61 @@ def test_constant_on_a_rank(ways, comm, rank, size):
     alike(both(call, ways, numbers((3,), rank), numbers((3,), 50)), 1e-12)
 
 
+@derivatives
+def test_derivatives_of_carries(comm, rank):
+    """The carry of a scan holds requests."""
+
+    def start(x):
+        return [jaxmpi.irecv(x, left(comm), tag=1), jaxmpi.isend(x, right(comm), tag=1)]
+
+    def step(carry, i):
+        x, requests = carry
+        y = jaxmpi.waitall(requests)[0]
+        x = jnp.sin(y) * i + x
+        return (x, start(x)), jnp.sum(y)
+
+    def ours(x):
+        (x, requests), ys = lax.scan(step, (x, start(x)), jnp.arange(1.0, 4.0))
+        return jnp.sum(jaxmpi.waitall(requests)[0] ** 2) + jnp.sum(ys)
+
+    def plain_step(x, i):
+        y = blocking_shifted(x, comm)
+        return jnp.sin(y) * i + x, jnp.sum(y)
+
+    def plain(x):
+        x, ys = lax.scan(plain_step, x, jnp.arange(1.0, 4.0))
+        return jnp.sum(blocking_shifted(x, comm) ** 2) + jnp.sum(ys)
+
+    def of_both(x):
+        return [[TRANSFORMATIONS[t](f)(x) for t in ("hessian", "batch of grad")] for f in (ours, plain)]
+
+    same(*jax.jit(of_both)(numbers((3,), rank)), 1e-11)
+
+
+@derivatives
+def test_derivatives_across_jit_and_branches(comm, rank):
+    x = numbers((3,), rank)
+    start, wait = jax.jit(lambda x: jaxmpi.iallreduce(jnp.sin(x), MPI.PROD)), jax.jit(jaxmpi.wait)
+
+    def f(x, first):
+        request = lax.cond(first, start, lambda x: jaxmpi.iallreduce(jnp.sin(2 * x), MPI.PROD), x)
+        return jnp.sum(wait(request) * x)
+
+    def both(h):
+        return jax.jit(lambda x, given: (h(x, given), jax.hessian(h)(x, given)))
+
+    ours, theirs = both(f), both(lambda x, k: jnp.sum(jaxmpi.allreduce(jnp.sin(k * x), MPI.PROD) * x))
+    for first, factor in ((True, 1.0), (False, 2.0)):
+        same(ours(x, first), theirs(x, factor), 1e-12)
+
+
+@derivatives
+def test_large_derivatives(comm, rank):
+    x = numbers((LARGE // 4,), rank)
+    f, g = (lambda x, way=way: jnp.sum(way(x * x, comm) * x) for way in WAYS["message"])
+    same(jax.grad(f)(x), jax.grad(g)(x), 1e-12)
+
+
 def _normal_equations(step, times):
     """Solves x + 0.05 S* S x = b, where S is `times` steps."""
 
@@ -548,6 +626,25 @@ def test_traced_tag_of_no_derivative(tag, comm, rank):
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="tag"):
         jax.jit(jax.grad(f))(numbers((3,), rank), tag).block_until_ready()
+
+
+@derivatives
+def test_several_exchanges_in_flight(comm, rank, size):
+    grid = jaxmpi.Grid(size, 3 * size, periodic=True)
+    x = numbers((5,), rank)
+
+    def f(x):
+        first = grid.start(x)
+        second = grid.start((2 * x, x * x))
+        between = grid.exchange(3 * x)
+        (a, b), c = grid.finish(second), grid.finish(first)
+        return jnp.sum(a * b * c * between)
+
+    def g(x):
+        a, b = grid.exchange((2 * x, x * x))
+        return jnp.sum(a * b * grid.exchange(x) * grid.exchange(3 * x))
+
+    same(*jax.jit(lambda x: [(h(x), jax.grad(h)(x), jax.hessian(h)(x)) for h in (f, g)])(x), 1e-12)
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])

@@ -3,6 +3,7 @@
 hypothesis draws on rank 0 which rows there are, who owns them, and who reads which.
 """
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -324,6 +325,21 @@ def test_pad(comm):
             made.pad(wrong)
 
 
+def test_static_argument(comm):
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def rows(made, x):
+        traced.append(made)
+        return x * sum(made.sizes)
+
+    for _ in range(2):
+        rows(jaxmpi.IndexMap(*ring(comm)), 1.0)
+    assert len(traced) == 1
+    rows(jaxmpi.IndexMap(ring(comm)[0][::-1], []), 1.0)
+    assert len(traced) == 2
+
+
 # --- communicators -------------------------------------------------------------------------------------------------
 
 
@@ -583,3 +599,10 @@ def test_a_freed_communicator(comm):
     for name in ("exchange", "accumulate", "start"):
         with pytest.raises(ValueError, match=rf"IndexMap\.{name}: the communicator of the map has been freed"):
             getattr(made, name)(x)
+
+
+def test_rows_that_are_too_few(comm):
+    made = jaxmpi.IndexMap(*ring(comm))
+    for call in (made.exchange, made.accumulate, made.start):
+        with pytest.raises(ValueError, match=r"IndexMap\.\w+: .*3 that it owns"):
+            call(jnp.ones(17))
