@@ -27,7 +27,7 @@ VALUES = {
     "text": ("a text", "another"),
     "status": (None, "a status"),
     "pattern": ("a pattern", "another"),
-    "places": ((), (1,)),
+    "per_array": ((), (1,)),
     "started": ((), (1,)),
 }
 FAMILIES = [x for x in vars(params).values() if isinstance(x, type) and issubclass(x, params.Common)]

@@ -184,13 +184,11 @@ class _Dependence:
         depends = dict(zip(inner.invars, inputs, strict=True))
         for equation in inner.eqns:
             depend = [not isinstance(x, Literal) and depends.get(x, False) for x in equation.invars]
+            results = [any(depend)] * len(equation.outvars)
             if is_ours(equation.primitive):
                 cls._refuse_constant(equation, depend)
-                results = [any(depend)] * len(equation.outvars)
             elif communicates(equation.params):
                 results = cls.of_equation(equation.primitive, equation.params, depend)
-            else:
-                results = [any(depend)] * len(equation.outvars)
             depends.update(zip(equation.outvars, results, strict=True))
         return [not isinstance(x, Literal) and depends.get(x, False) for x in inner.outvars]
 

@@ -173,11 +173,7 @@ def _failed(wait: Callable[[], Any]) -> bool:
     return False
 
 
-def _as_it_is(error: jax.errors.JaxRuntimeError) -> Exception:
-    return error
-
-
-error_of_program: Callable[[jax.errors.JaxRuntimeError], Exception] = _as_it_is
+error_of_program: Callable[[jax.errors.JaxRuntimeError], Exception] = lambda error: error  # noqa: E731
 """Converts an error of XLA to the exception that a program sees: `_mpi.survival` recognizes a process that died."""
 
 

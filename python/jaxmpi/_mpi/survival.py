@@ -112,13 +112,9 @@ def _of_lost_array(error: BaseException) -> RuntimeError | None:
     )
 
 
-def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
-    return process_failure(error) or _of_lost_array(error) or error
-
-
 def install() -> None:
     """Make calls raise ProcessFailed."""
-    runtime_token.error_of_program = _of_program
+    runtime_token.error_of_program = lambda error: process_failure(error) or _of_lost_array(error) or error
 
 
 def _check_type(comm: MPI.Comm, caller: str, name: str = "comm") -> None:
@@ -187,8 +183,11 @@ class deaths(contextlib.ContextDecorator):
 
     def __enter__(self) -> None:
         if self._uniform:
-            _check(communicators.default_mpi() if self._comm is None else self._comm, "survive.deaths")
+            _check(self._communicator(), "survive.deaths")
         runtime_token.note_failures()
+
+    def _communicator(self) -> MPI.Comm:
+        return communicators.default_mpi() if self._comm is None else self._comm
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
@@ -203,21 +202,17 @@ class deaths(contextlib.ContextDecorator):
             noted = runtime_token.noted_failures()
         if raised is None:  # a later call has only warned about the first failure
             error = next((first for first in noted if _DEATH_IN_TEXT.search(str(first))), error)
-        failure: Exception | None = None
-        if error is not None:
-            failure = process_failure(error) or _of_lost_array(error)
+        failure = None if error is None else process_failure(error) or _of_lost_array(error)
         all_done = error is None
         if self._uniform:
             with waiting(None, "survive.deaths"):
-                all_done = private_comms.agree(
-                    communicators.default_mpi() if self._comm is None else self._comm, all_done
-                )
+                all_done = private_comms.agree(self._communicator(), all_done)
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
         if error is not None and error is not raised:
             raise error
         if error is None and not all_done:
-            comm = communicators.default_mpi() if self._comm is None else self._comm
+            comm = self._communicator()
             raise ProcessFailed(
                 "jaxmpi.survive.deaths: a rank has died, or has left the block by an exception: what was done in it is "
                 "not done on all ranks",

@@ -103,14 +103,12 @@ class Check:
         self._tolerance = Tolerance(precision.rtol if rtol is None else rtol, atol)
 
     def _by_differences(self, which: int) -> Derivative:
-        """Return the derivative along the direction of one variable, by differences."""
+        """Return the derivative along the direction of one variable, by differences: by the longer steps, or by the
+        shorter ones if these agree better."""
         if which not in self._differences:
-            self._differences[which] = self._best_differences([which])
+            series = [self._point.differences([which], step) for step in self._steps]
+            self._differences[which] = min(series, key=lambda derivative: derivative.error)
         return self._differences[which]
-
-    def _best_differences(self, which: Sequence[int]) -> Derivative:
-        """Return the derivatives by the longer steps, or by the shorter ones if these agree better."""
-        return min((self._point.differences(which, step) for step in self._steps), key=lambda best: best.error)
 
     def one_function(self) -> None:
         """Check that all ranks have the same derivatives of the invariant results."""

@@ -111,15 +111,11 @@ class Point:
     def __init__(self, problem: Problem, ranks: Ranks, results: Sequence[Leaf], values: Sequence[np.ndarray]) -> None:
         self.problem, self.ranks = problem, ranks
         self._weights = Weights(results, values, ranks.rank)
+        self.single = self._weights.single
         self._values = [np.asarray(x) for x in problem.values]
         self.directions = self._draw()
         self.precision = Precision.from_dtypes([x.dtype for x in (*self._values, *values)])
         self.at = self._combine(ranks.gather(self._weights.sums(values)))
-
-    @property
-    def single(self) -> bool:
-        """Whether the function is one real number."""
-        return self._weights.single
 
     def _draw(self) -> list[np.ndarray]:
         """Draw a random direction of the size of the values for each variable, for an invariant one on all ranks the
