@@ -1,6 +1,7 @@
 #include "core/box.h"
 
 #include <complex.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -23,6 +24,8 @@ struct row {
 };
 
 #define INLINE static inline __attribute__((always_inline))
+
+enum { CACHE_LINE = 64, PAGE = 4096 };
 
 INLINE char *part_of(const struct row *row, int64_t i) {
   int64_t place = row->places == NARROW ? ((const int32_t *)row->list)[i]
@@ -130,11 +133,11 @@ static void walk_box(row_function *function, const struct box *box, const void *
 }
 
 #ifdef __SSE2__
-enum { STREAMS_FROM = 8192, PIECE = 4096, UNIT = 16, LINE = 64 };
+enum { STREAMS_FROM = 8192, PIECE = 4096, UNIT = 16 };
 
 bool box_streams(const struct box *box, int64_t message_bytes) {
   int64_t row = box->axes > 1 ? box->counts[box->axes - 1] * box->run : 0;
-  return message_bytes > STREAMS_FROM && box->stage % UNIT == 0 && row % LINE == 0 &&
+  return message_bytes > STREAMS_FROM && box->stage % UNIT == 0 && row % CACHE_LINE == 0 &&
          (box->run % UNIT == 0 || box->run <= PIECE / UNIT);
 }
 
@@ -147,7 +150,7 @@ INLINE void stream(char *to, const char *from, int64_t bytes) {
 /* Short parts are gathered in the cache first. */
 static void stream_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
   const int64_t run = box->run;
-  if (run >= LINE && run % UNIT == 0) {
+  if (run >= CACHE_LINE && run % UNIT == 0) {
     for (int64_t i = 0; i < count; i++)
       stream(message + i * run, array + (box->list != NULL ? index_at(box->list, i) : i) * stride, run);
     return;
@@ -176,15 +179,124 @@ static void walk_streaming(const struct box *box, const void *array, char *messa
 }
 #endif
 
+/* --- boxes and boxes --- */
+
+bool box_is_like(const struct box *a, const struct box *b) {
+  bool same = a->run == b->run && a->axes == b->axes && a->list == NULL && b->list == NULL;
+  for (int axis = 0; axis < a->axes && same; axis++) same = a->counts[axis] == b->counts[axis];
+  return same;
+}
+
+/* The axis along which the parts of a box lie closest; -1: the box is one part. Parts of more than MOST bytes are
+ * copied in the order of the box, because each fills much of a cache line. */
+enum { MOST = 16 };
+static int closest(const struct box *box) {
+  int closest = box->axes - 1;
+  for (int axis = box->axes - 2; axis >= 0 && box->run <= MOST; axis--)
+    if (llabs(box->strides[axis]) < llabs(box->strides[closest])) closest = axis;
+  return closest;
+}
+
+/* A copy between boxes with the same parts. `near_read`, `near_written`: the axis along which the parts lie closest. */
+struct copy {
+  const struct box *from, *to;
+  int near_read, near_written;
+};
+
+/* Steps from a part to the next along two axes: `across` is the axis along which the parts that are written lie
+ * closest, `along` the one of the parts that are read. */
+struct steps {
+  int64_t across, along;
+};
+
+INLINE void copy_tile(const char *read, struct steps from, char *written, struct steps to, int64_t across,
+                      int64_t along, int64_t run) {
+  for (int64_t i = 0; i < along; i++)
+    for (int64_t j = 0; j < across; j++)
+      memcpy(written + i * to.along + j * to.across, read + i * from.along + j * from.across, (size_t)run);
+}
+
+/* Transpose two axes, in tiles that fill cache lines on both sides. The tiles of a page are together, so that few pages
+ * are read at a time, and what is written stays in the cache until its lines are full. */
+INLINE void copy_tiles(const struct copy *copy, const char *read, char *written, int64_t run) {
+  const int i = copy->near_read, j = copy->near_written;
+  const struct steps from = {copy->from->strides[j], copy->from->strides[i]};
+  const struct steps to = {copy->to->strides[j], copy->to->strides[i]};
+  const int64_t along = copy->from->counts[i], across = copy->from->counts[j], tile = CACHE_LINE / run;
+  for (int64_t page = 0, end; page < along; page = end) {
+    end = along - page < PAGE / run ? along : page + PAGE / run;
+    for (int64_t at = 0; at < across; at += tile)
+      for (int64_t next = page; next < end; next += tile) {
+        const char *source = read + at * from.across + next * from.along;
+        char *dest = written + at * to.across + next * to.along;
+        if (across - at >= tile && end - next >= tile)
+          copy_tile(source, from, dest, to, tile, tile, run);
+        else
+          copy_tile(source, from, dest, to, across - at < tile ? across - at : tile,
+                    end - next < tile ? end - next : tile, run);
+      }
+  }
+}
+
+static void copy_axes(const struct copy *copy, int axis, const char *read, char *written) {
+  const struct box *from = copy->from, *to = copy->to;
+  while (axis < from->axes && (axis == copy->near_read || axis == copy->near_written)) axis++;
+  if (axis < from->axes) {
+    for (int64_t i = 0; i < from->counts[axis]; i++)
+      copy_axes(copy, axis + 1, read + i * from->strides[axis], written + i * to->strides[axis]);
+    return;
+  }
+  const int near = copy->near_read;
+  if (near == copy->near_written) {
+    const struct row rows[] = {{written, near < 0 ? 0 : to->strides[near], IN_ORDER, NULL},
+                               {(char *)(uintptr_t)read, near < 0 ? 0 : from->strides[near], IN_ORDER, NULL}};
+    copy_runs(&rows[0], &rows[1], near < 0 ? 1 : from->counts[near], from->run);
+    return;
+  }
+#define COPY(size)                       \
+  copy_tiles(copy, read, written, size); \
+  break;
+  WITH_RUN(from->run, COPY)
+#undef COPY
+}
+
+void box_copy(const struct box *from, const void *read, const struct box *to, void *written) {
+  const struct copy copy = {from, to, closest(from), closest(to)};
+  copy_axes(&copy, 0, (const char *)read + from->first, (char *)written + to->first);
+}
+
+/* Where the parts of a box lie in a message. */
+static struct box in_message(const struct box *box) {
+  struct box message = {.run = box->run, .axes = box->axes};
+  int64_t stride = box->run;
+  for (int axis = box->axes - 1; axis >= 0; axis--) {
+    message.counts[axis] = box->counts[axis];
+    message.strides[axis] = stride;
+    stride *= box->counts[axis];
+  }
+  return message;
+}
+
+static bool is_transposed(const struct box *box) { return box->list == NULL && closest(box) != box->axes - 1; }
+
 void box_gather(const struct box *box, const void *array, char *message, bool streams) {
-  if (streams && box->streams)
+  if (is_transposed(box)) {
+    const struct box to = in_message(box);
+    box_copy(box, array, &to, message);
+  } else if (streams && box->streams) {
     walk_streaming(box, array, message);
-  else
+  } else {
     walk_box(gather_row, box, array, message);
+  }
 }
 
 void box_scatter(const struct box *box, void *array, const char *message) {
-  walk_box(scatter_row, box, array, message);
+  if (is_transposed(box)) {
+    const struct box from = in_message(box);
+    box_copy(&from, message, box, array);
+  } else {
+    walk_box(scatter_row, box, array, message);
+  }
 }
 
 void box_fill(const struct box *box, void *array) { walk_box(fill_row, box, array, NULL); }
@@ -283,30 +395,6 @@ bool box_combines(enum combination how, const struct datatype *type) { return co
 void box_combine(const struct box *box, enum combination how, const struct datatype *type, void *array,
                  const char *message) {
   walk_box(combiner_of(how, type), box, array, message);
-}
-
-/* --- boxes and boxes --- */
-
-bool box_is_like(const struct box *a, const struct box *b) {
-  bool same = a->run == b->run && a->axes == b->axes && a->list == NULL && b->list == NULL;
-  for (int axis = 0; axis < a->axes && same; axis++) same = a->counts[axis] == b->counts[axis];
-  return same;
-}
-
-static void copy_axes(const struct box *from, const struct box *to, int axis, char *read, char *written) {
-  if (axis < from->axes - 1) {
-    for (int64_t i = 0; i < from->counts[axis]; i++)
-      copy_axes(from, to, axis + 1, read + i * from->strides[axis], written + i * to->strides[axis]);
-    return;
-  }
-  const bool one = axis >= from->axes;
-  const struct row rows[] = {{written, one ? 0 : to->strides[axis], IN_ORDER, NULL},
-                             {read, one ? 0 : from->strides[axis], IN_ORDER, NULL}};
-  copy_runs(&rows[0], &rows[1], one ? 1 : from->counts[axis], from->run);
-}
-
-void box_copy(const struct box *from, const void *read, const struct box *to, void *written) {
-  copy_axes(from, to, 0, (char *)(uintptr_t)read + from->first, (char *)written + to->first);
 }
 
 int64_t box_bytes(const struct box *box) {

@@ -38,12 +38,18 @@ _NORMS = (None, "backward", "ortho", "forward")
 
 @dataclass(frozen=True)
 class _Step:
-    """A part of `forward`: a redistribution, if the grids differ, then local transforms."""
+    """A part of `forward`: a redistribution, if the grids differ, then local transforms.
+
+    Local transforms are fast along axes that lie last in memory. So arrays travel in the order in which the axes of the
+    next transform are the last ones, which a redistribution writes at no further cost. An order names the axes of the
+    grid as they lie in memory, the first one outermost."""
 
     source: Grid
+    source_order: tuple[int, ...]
     target: Grid
+    order: tuple[int, ...]
     axes: tuple[int, ...]
-    """The axes of the grid along which the local transforms go."""
+    """The axes of the grid along which the local transforms go: the last ones of `order`, in the same order."""
     result: Grid
     """The division after the local transforms, which along these axes has as many cells as there are modes."""
 
@@ -130,6 +136,7 @@ class Transform(Local):
         """The division of arrays without padding."""
         self.physical_grid = _resized(grid, self._points)
         """The division of the arrays that `forward` takes and `backward` returns. Without padding this is `grid`."""
+        self._natural = tuple(range(len(grid.processes)))
         self._steps = self._plan(function)
         self._last = self._steps[-1].result
         sizes = {axis: self._modes(axis) for axis in self._axes}
@@ -147,6 +154,7 @@ class Transform(Local):
 
     def _plan(self, function: str) -> list[_Step]:
         now, left = self.physical_grid, list(self._axes)
+        order = self._natural
         steps: list[_Step] = []
         while left:
             # Of real arrays the last axis is transformed first, alone or with others that are whole.
@@ -162,9 +170,14 @@ class Transform(Local):
                 # Choose the pencil that makes the most axes whole at once, and of several the last one.
                 possible = map(now.pencil, needed or left[::-1])
                 target = max(possible, key=lambda grid: sum(grid.processes[axis] == 1 for axis in left))
-            whole = tuple(axis for axis in left if target.processes[axis] == 1)
+            # The axis with half of the modes lies last, because real transforms halve the last axis.
+            whole = tuple(axis for axis in order if axis in left and target.processes[axis] == 1)
+            if self._halved in whole:
+                whole = (*(axis for axis in whole if axis != self._halved), self._halved)
             now = _resized(target, {axis: self._modes(axis) for axis in whole})
-            steps.append(_Step(source, target, whole, now))
+            new = (*(axis for axis in order if axis not in whole), *whole)
+            steps.append(_Step(source, order, target, new, whole, now))
+            order = new
             left = [axis for axis in left if axis not in whole]
         return steps
 
@@ -190,8 +203,10 @@ class Transform(Local):
     def _forward(self, x: Any, function: str, argument: str) -> Any:
         arrays, structure = self._checked(x, self.physical_grid, function, argument, self._halved is not None)
         for step in self._steps:
-            arrays = [self._to_modes(array, step) for array in _moved(arrays, step.source, step.target)]
-        return jax.tree.unflatten(structure, _moved(arrays, self._last, self.spectral_grid))
+            arrays = _moved(arrays, step.source, step.source_order, step.target, step.order)
+            arrays = [self._to_modes(array, step) for array in arrays]
+        arrays = _moved(arrays, self._last, self._steps[-1].order, self.spectral_grid, self._natural)
+        return jax.tree.unflatten(structure, arrays)
 
     def backward(self, y: Any) -> Any:
         """Transform back from the spectrum.
@@ -209,9 +224,10 @@ class Transform(Local):
 
     def _backward(self, y: Any, function: str, argument: str) -> Any:
         arrays, structure = self._checked(y, self.spectral_grid, function, argument, False)
-        arrays = _moved(arrays, self.spectral_grid, self._last)
+        arrays = _moved(arrays, self.spectral_grid, self._natural, self._last, self._steps[-1].order)
         for step in self._steps[::-1]:
-            arrays = _moved([self._to_points(array, step) for array in arrays], step.target, step.source)
+            arrays = [self._to_points(array, step) for array in arrays]
+            arrays = _moved(arrays, step.target, step.order, step.source, step.source_order)
         return jax.tree.unflatten(structure, arrays)
 
     def wavenumbers(self, lengths: Sequence[float] | float | None = None) -> tuple[np.ndarray, ...]:
@@ -267,41 +283,47 @@ class Transform(Local):
 
     def _to_modes(self, x: jax.Array, step: _Step) -> jax.Array:
         """Do the local transforms of a step."""
-        dimensions = len(self.grid.processes)
-        halved = self._halved if self._halved in step.axes else None
         waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
         if x.size == 0 or 0 in step.result.local_shape:
-            return _empty(x, step.result, bool(waves))
-        if halved is not None:
-            x = jnp.fft.rfft(x, axis=halved - dimensions, norm=self._local_norm)
-            x = self._cut(x, halved)
-        rest = [axis for axis in waves if axis != halved]
-        if rest:
-            x = jnp.fft.fftn(x, axes=[axis - dimensions for axis in rest], norm=self._local_norm)
-        for axis in rest:
-            x = self._cut(x, axis)
+            return self._empty(x, step, step.result, bool(waves))
+        real = self._halved in waves
+        for axes in _together(waves):
+            places = [step.order.index(axis) - len(step.order) for axis in axes]
+            transform = jnp.fft.rfftn if real and axes[-1] == self._halved else jnp.fft.fftn
+            x = transform(x, axes=places, norm=self._local_norm)
+            for axis, place in zip(axes, places, strict=True):
+                x = self._cut(x, axis, place)
         for axis in [axis for axis in step.axes if axis not in waves]:
-            x = _half_waves(x, self._kinds[axis], axis - dimensions, self._norm, False)
+            x = _half_waves(x, self._kinds[axis], step.order.index(axis) - len(step.order), self._norm, False)
         return x
 
+    def _empty(self, x: jax.Array, step: _Step, grid: Grid, waves: bool) -> jax.Array:
+        """Return a block without cells of another division, complex after a Fourier transform, because JAX has no
+        transforms of an empty block. It depends on `x`, so that it is mapped and differentiated as on other ranks."""
+        if waves:
+            x = x.astype(np.result_type(x.dtype, np.complex64))
+        front = x.ndim - len(step.order)
+        sizes = (*x.shape[:front], *(grid.local_shape[axis] for axis in step.order))
+        config = [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)]
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+
     def _to_points(self, y: jax.Array, step: _Step) -> jax.Array:
-        """Do the inverse of `_to_modes`, if nothing is padded."""
-        dimensions = len(self.grid.processes)
-        halved = self._halved if self._halved in step.axes else None
+        """Do the inverse of `_to_modes`."""
         waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
+        real = self._halved in waves
         if y.size == 0 or 0 in step.target.local_shape:
-            y = _empty(y, step.target, bool(waves))
-            return y.real if halved is not None else y
+            y = self._empty(y, step, step.target, bool(waves))
+            return y.real if real else y
         for axis in [axis for axis in step.axes if axis not in waves]:
-            y = _half_waves(y, self._kinds[axis], axis - dimensions, self._norm, True)
-        rest = [axis for axis in waves if axis != halved]
-        for axis in rest:
-            y = self._widen(y, axis)
-        if rest:
-            y = jnp.fft.ifftn(y, axes=[axis - dimensions for axis in rest], norm=self._local_norm)
-        if halved is not None:
-            y = self._widen(y, halved)
-            y = jnp.fft.irfft(y, n=self._points[halved], axis=halved - dimensions, norm=self._local_norm)
+            y = _half_waves(y, self._kinds[axis], step.order.index(axis) - len(step.order), self._norm, True)
+        for axes in _together(waves)[::-1]:
+            places = [step.order.index(axis) - len(step.order) for axis in axes]
+            for axis, place in zip(axes, places, strict=True):
+                y = self._widen(y, axis, place)
+            if real and axes[-1] == self._halved:
+                y = jnp.fft.irfftn(y, [self._points[axis] for axis in axes], places, norm=self._local_norm)
+            else:
+                y = jnp.fft.ifftn(y, axes=places, norm=self._local_norm)
         return y
 
     @property
@@ -314,11 +336,11 @@ class Transform(Local):
         """Return the factor between an amplitude and the mode in a spectrum."""
         return self._sizes[axis] ** {"backward": 1.0, "ortho": 0.5, "forward": 0.0}[self._norm]
 
-    def _cut(self, x: jax.Array, axis: int) -> jax.Array:
-        """Keep the modes of the grid from a padded transform, along an axis."""
+    def _cut(self, x: jax.Array, axis: int, place: int) -> jax.Array:
+        """Keep the modes of the grid from a padded transform, along an axis, which lies at `place`."""
         if not self._padded:
             return x
-        place, n = x.ndim + axis - len(self.grid.processes), self._sizes[axis]
+        place, n = place % x.ndim, self._sizes[axis]
         if self._points[axis] > n:
             parts = [jax.lax.slice_in_dim(x, 0, (n + 1) // 2, axis=place)]
             if n % 2 == 0:  # the mode without partner
@@ -329,11 +351,11 @@ class Transform(Local):
             x = jnp.concatenate(parts, place)
         return x * self._scale(axis)
 
-    def _widen(self, y: jax.Array, axis: int) -> jax.Array:
-        """Add zero modes along an axis, up to the modes of a padded transform."""
+    def _widen(self, y: jax.Array, axis: int, place: int) -> jax.Array:
+        """Add zero modes along an axis, which lies at `place`, up to the modes of a padded transform."""
         if not self._padded:
             return y
-        place, n, points = y.ndim + axis - len(self.grid.processes), self._sizes[axis], self._points[axis]
+        place, n, points = place % y.ndim, self._sizes[axis], self._points[axis]
         if points > n:
             most, negative = (points // 2 + 1, 0) if axis == self._halved else (points, (n - 1) // 2)
             positive = (n + 1) // 2
@@ -346,9 +368,14 @@ class Transform(Local):
         return y / self._scale(axis)
 
 
-def _moved(x: Any, source: Grid, target: Grid) -> Any:
-    """Return the blocks of another division, or the same blocks if the division is the same."""
-    return x if source is target else redistribute(x, source, target)
+def _moved(
+    arrays: list[Any], source: Grid, order: tuple[int, ...], target: Grid, target_order: tuple[int, ...]
+) -> list[Any]:
+    """Return blocks in another order, and of another division unless it is the same."""
+    places = [[chosen.index(axis) - len(chosen) for axis in range(len(chosen))] for chosen in (order, target_order)]
+    if source is not target:
+        return redistribute(arrays, source, target, axes=places[0], target_axes=places[1])
+    return [jnp.moveaxis(x, *places) for x in arrays]
 
 
 def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) -> jax.Array:
@@ -372,14 +399,9 @@ def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) ->
     return x
 
 
-def _empty(x: jax.Array, grid: Grid, waves: bool) -> jax.Array:
-    """Return a block without cells of another division, complex after a Fourier transform, because JAX has no
-    transforms of an empty block. It depends on `x`, so that it is mapped and differentiated as on other ranks."""
-    if waves:
-        x = x.astype(np.result_type(x.dtype, np.complex64))
-    front = x.ndim - len(grid.processes)
-    sizes = (*x.shape[:front], *grid.local_shape)
-    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)])
+def _together(axes: Sequence[int]) -> list[Sequence[int]]:
+    """Return groups of axes that one transform of JAX takes, three at most, the last ones first."""
+    return [axes[max(end - 3, 0) : end] for end in range(len(axes), 0, -3)]
 
 
 def _resized(grid: Grid, sizes: dict[int, int]) -> Grid:

@@ -277,6 +277,50 @@ TEST(long_messages_are_composed_alike) {
 #endif
 }
 
+/* A box in which parts lie closest along another axis than the last one, gathered, scattered, and copied to a box that
+ * is neither in this order nor in the order of a message. */
+TEST(axes_in_another_order) {
+  enum { MOST = 1 << 20 };
+  static char array[MOST], other[MOST], back[MOST], message[MOST];
+  for (size_t i = 0; i < MOST; i++) array[i] = (char)(i % 251 + i / 251);
+  const int64_t counts[][3] = {{3, 70, 5}, {1, 33, 17}, {5, 8, 8}, {2, 530, 9}, {40, 1, 3}, {9, 16, 32}};
+  const int orders[][3] = {{0, 2, 1}, {1, 2, 0}, {2, 1, 0}, {1, 0, 2}, {2, 0, 1}, {0, 1, 2}};
+  FOR_VALUES (int64_t, run, 1, 2, 4, 8, 16, 32)
+    for (int c = 0; c < 6; c++)
+      for (int o = 0; o < 6; o++) {
+        struct box boxes[2] = {{.axes = 3, .run = *run}, {.axes = 3, .run = *run}};
+        for (int b = 0; b < 2; b++) { /* the array has the axes in this order, the innermost last, with gaps */
+          int64_t stride = *run;
+          for (int i = 2; i >= 0; i--) {
+            int axis = orders[b == 0 ? o : (o + 2) % 6][i];
+            boxes[b].counts[axis] = counts[c][axis];
+            boxes[b].strides[axis] = stride;
+            stride *= counts[c][axis] + 1;
+          }
+          if (c == 1) boxes[b].first = boxes[b].strides[2] * 16, boxes[b].strides[2] *= -1;
+          CHECK(stride <= MOST);
+        }
+        memset(message, 1, sizeof message), memset(other, 2, sizeof other), memset(back, 3, sizeof back);
+        box_gather(&boxes[0], array, message, true);
+        box_copy(&boxes[0], array, &boxes[1], other);
+        box_scatter(&boxes[1], back, message);
+        const char *next = message;
+        for (int64_t i = 0; i < counts[c][0]; i++)
+          for (int64_t j = 0; j < counts[c][1]; j++)
+            for (int64_t k = 0; k < counts[c][2]; k++, next += *run) {
+              int64_t at[2];
+              for (int b = 0; b < 2; b++)
+                at[b] = boxes[b].first + i * boxes[b].strides[0] + j * boxes[b].strides[1] + k * boxes[b].strides[2];
+              CHECK(memcmp(next, array + at[0], (size_t)*run) == 0);
+              CHECK(memcmp(next, other + at[1], (size_t)*run) == 0 && memcmp(next, back + at[1], (size_t)*run) == 0);
+              memset(other + at[1], 2, (size_t)*run), memset(back + at[1], 3, (size_t)*run);
+            }
+        CHECK_EQUAL(next - message, box_bytes(&boxes[0]));
+        for (size_t i = 0; i < MOST; i++)
+          CHECK(other[i] == 2 && back[i] == 3 && (i < (size_t)(next - message) || message[i] == 1));
+      }
+}
+
 /* A period's tries choose the way that was faster in them, whatever the slowest of each was. */
 TEST(a_trial_finds_the_faster_way) {
   struct trial trial = {0};

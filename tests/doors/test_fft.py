@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import pickle
+import re
 from dataclasses import dataclass
 
 import jax
@@ -127,6 +128,28 @@ def check(case, comm):
 @pytest.mark.seconds(600)
 def test_random_transforms(comm):
     on_first_ranks(comm, cases(comm.size), check, EXAMPLES)
+
+
+@rows("cases", [((2, 1, 1), False), ((2, 1, 1), True), ((1, 1, 2), True), ((2, 1), False)])
+@pytest.mark.ranks(2)
+def test_compiled_programs_move_nothing(cases, comm, rank, size):
+    """Between the local transforms the redistributions alone change the order of arrays."""
+
+    def check(row):
+        dims, real = row
+        part = comm.Split(rank // 2)
+        if part.size == 2:
+            transform = fft.Transform(jaxmpi.Grid(dims, (8, 12, 10)[: len(dims)], comm=part), real=real)
+            k = transform.wavenumbers()
+            scale = (1 / (1 + sum(n * n for n in k))).astype(np.float32)
+            there_and_back = jax.jit(lambda x: transform.backward(transform.forward(x) * scale))
+            x = jnp.zeros(transform.physical_grid.local_shape, np.float32 if real else np.complex64)
+            text = there_and_back.lower(x).compile().as_text()
+            assert re.findall(r"\b(?:fft|custom-call)\(", text)
+            assert not re.findall(r".*\b(?:transpose|copy)\(.*", text)
+        part.Free()
+
+    each(cases, check)
 
 
 PADDED = [((6, 8), False), ((4, 5, 6), True), ((1, 3, 2), True)]

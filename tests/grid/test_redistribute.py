@@ -4,6 +4,7 @@ hypothesis draws two divisions of the same array among some ranks; data are smal
 """
 
 import os
+import re
 from dataclasses import dataclass
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxmpi
-from jaxmpi._grid.divisions import Division, Redistribution, _plan, best_division
+from jaxmpi._grid.divisions import Division, Place, Redistribution, _plan, best_division
 from jaxmpi._grid.halos import Layout
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.library import CONSTANTS
@@ -40,6 +41,15 @@ class Case(Divisions):
     way: str
     starts: bool
     """Started and waited for."""
+    turned: tuple[tuple[int, ...], ...]
+    """Of each grid, where its axes lie among the axes of an array that belong to it."""
+
+    def places(self, which):
+        return tuple(place if self.trailing else place - len(self.turned[which]) for place in self.turned[which])
+
+    def block(self, which, field, at, whole, halo):
+        places = self.places(which)
+        return np.moveaxis(super().block(which, field, at, whole, halo), sorted(places), places)
 
     def grids(self, comm):
         return [self.grid(which, comm) for which in (0, 1)]
@@ -51,6 +61,8 @@ class Case(Divisions):
         source, target = grids[::-1] if back else grids
         widths = self.widths[::-1] if back else self.widths
         more = {"axes": self.axes, "source_width": widths[0], "target_width": widths[1]}
+        if any(turned != tuple(sorted(turned)) for turned in self.turned):
+            more |= {"axes": self.places(back), "target_axes": self.places(not back)}
         if self.starts:
             return jaxmpi.wait(jaxmpi.iredistribute(fields, source, target, **more))
         return jaxmpi.redistribute(fields, source, target, **more)
@@ -62,7 +74,9 @@ def cases(draw, size, dtypes=DTYPES):
     dimensions = draw(st.integers(1, 4 if ranks > 1 else 2))
     dims = [draw(some_processes(ranks, dimensions)) for _ in range(2)]
     fields = draw(some_divisions(dims, dtypes, empty=dimensions > 1))
-    return Case(**fields, way=draw(st.sampled_from(list(WAYS))), starts=draw(st.booleans()))
+    turned = st.permutations(range(dimensions)) if draw(st.booleans()) else st.just(range(dimensions))
+    both = tuple(tuple(draw(turned)) for _ in range(2))
+    return Case(**fields, way=draw(st.sampled_from(list(WAYS))), starts=draw(st.booleans()), turned=both)
 
 
 def given_and_expected(case, grids, seed):
@@ -164,9 +178,10 @@ def test_how_results_begin(monkeypatch):
         divisions, width, adjoint, staggered, begin, pairs = row
         widths = ((0, 0), (0, 0)), ((width, width), (0, 0))
         source, target = (Division(Layout(its, (False, False)), w) for its, w in zip(divisions, widths, strict=True))
-        place = (-2, -1), (False, staggered), "field"
-        aval = jax.ShapeDtypeStruct((target if adjoint else source).shape(0, (0, 0), place), np.float32)
-        _plan.__wrapped__(Redistribution(0, source, target), (aval,), (place,), adjoint)
+        place = Place((-2, -1), (-2, -1), (False, staggered), "field")
+        pattern = Redistribution(0, source, target)
+        aval = jax.ShapeDtypeStruct(pattern.shapes((0, 0), place)[adjoint], np.float32)
+        _plan.__wrapped__(pattern, (aval,), (place,), adjoint)
         assert (CONSTANTS["BEGINS"][made["begin"]], made["pair_count"]) == (begin, pairs)
 
     each(BEGINNINGS, check)
@@ -266,6 +281,14 @@ BAD = [
     (lambda s, t, x: jaxmpi.redistribute(x, s, t, source_width=1), ValueError, "cells along the axes of the grid"),
     (lambda s, t, x: jaxmpi.redistribute(x, s, t, axes=(0,)), ValueError, "pass one for each of them"),
     (lambda s, t, x: jaxmpi.redistribute(x, s, t, axes=(0, 0)), ValueError, "an axis is named twice"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_axes=(0,)), ValueError, "target_axes is (0,): the grid has 2"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_axes=(1, 2)), ValueError, "no axis 2"),
+    (
+        lambda s, t, x: jaxmpi.redistribute(x[None], s, t, target_axes=(0, 1)),
+        ValueError,
+        "Pass the same axes in another",
+    ),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_axes="xy"), TypeError, "target_axes"),
     (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_width=-1), ValueError, "0 or more"),
     (lambda s, t, x: jaxmpi.redistribute("text", s, t), TypeError, "must hold JAX arrays"),
     (lambda s, t, x: jaxmpi.iredistribute([x] * 101, s, t), ValueError, "at most 100"),
@@ -281,7 +304,7 @@ def test_bad_calls():
 
     def check(row):
         call, error, words = row
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=re.escape(words)):
             call(source, target, jnp.ones(source.local_shape))
 
     each(BAD, check, lambda row: row[2])
@@ -312,6 +335,7 @@ def test_ranks_that_differ_get_an_error(comm, rank, size):
             lambda: jaxmpi.redistribute((x, x), source, target),
             lambda: jaxmpi.redistribute(x, source, other),
             lambda: jaxmpi.redistribute(x, source, target, target_width=1),
+            lambda: jaxmpi.redistribute(x, source, target, target_axes=(1, 0)),
             lambda: jaxmpi.redistribute({"another name": x}, source, target),
         ):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):

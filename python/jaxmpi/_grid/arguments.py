@@ -65,8 +65,8 @@ def axis(value: Any, dimensions: int, function: str) -> int:
     return position % dimensions
 
 
-def axes(values: Any, function: str) -> list[int]:
-    return [_index(value, function, "axes") for value in (values if is_listed(values) else [values])]
+def axes(values: Any, function: str, what: str = "axes") -> list[int]:
+    return [_index(value, function, what) for value in (values if is_listed(values) else [values])]
 
 
 def indices(values: Any, dimensions: int, function: str) -> dict[int, int]:

@@ -18,16 +18,35 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._grid.halos import GridPattern, Layout, Widths
+from jaxmpi._grid.halos import Layout, Widths
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.plans import Box, Move, Plan
+from jaxmpi._primitive.params import Pattern
 
 Interval = tuple[int, int]
 """Start and end of cells along one axis of the global array."""
 
-Spec = tuple[tuple[int, ...], tuple[bool, ...], str]
-"""The axes of a field that belong to the grids, from the end, in the grids' order; along which of them it is staggered;
-the name, which the ranks compare."""
+
+@dataclass(frozen=True)
+class Place:
+    """How the arrays of a field lie."""
+
+    axes: tuple[int, ...]
+    """The axes of the source array that belong to the grids, from the end, in the order of the grids."""
+    target_axes: tuple[int, ...]
+    """As `axes`, of the target array: the same axes, perhaps in another order."""
+    staggered: tuple[bool, ...]
+    """Along which axes of the grids the field is staggered."""
+    name: str
+    """The name of the field, which the ranks compare."""
+
+    @property
+    def walk(self) -> tuple[int, ...] | None:
+        """The axes of the source array in the order of the axes of the target array, the last ones. None: the same."""
+        if self.axes == self.target_axes:
+            return None
+        at = dict(zip(self.target_axes, self.axes, strict=True))
+        return tuple(at.get(axis, axis) for axis in range(min(self.axes), 0))
 
 
 @dataclass(frozen=True)
@@ -46,30 +65,42 @@ class Division:
         """Return the cells along an axis in the block of each process along it."""
         return [(start, end + staggered) for start, end in self.layout.intervals(axis)]
 
-    def shape(self, rank: int, shape: Sequence[int], place: Spec) -> tuple[int, ...]:
-        """Return the shape of a rank's array, from the shape of any rank's array."""
+    def shape(self, rank: int, shape: Sequence[int], axes: Sequence[int], staggered: Sequence[bool]) -> tuple[int, ...]:
+        """Return the shape of a rank's array, whose `axes` are those of the grid, from the shape of any array with the
+        same other axes."""
         sizes = list(shape)
-        for axis, extra, size, pair in zip(*place[:2], self.layout.block(rank), self.widths, strict=True):
+        for axis, extra, size, pair in zip(axes, staggered, self.layout.block(rank), self.widths, strict=True):
             sizes[axis] = size + extra + sum(pair)
         return tuple(sizes)
 
 
 @dataclass(frozen=True)
-class Redistribution(GridPattern):
+class Redistribution(Pattern):
     """The pattern of a redistribution on one rank."""
 
     rank: int
     source: Division
     target: Division
 
-    def results(self, avals: Sequence[Any], per_array: tuple[Spec, ...], adjoint: bool) -> list[Any]:
-        there = self.source if adjoint else self.target
+    def behind(self, place: Place, axes: int) -> Place:
+        both = (tuple(axis - axes for axis in chosen) for chosen in (place.axes, place.target_axes))
+        return Place(*both, place.staggered, place.name)
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def results(self, avals: Sequence[Any], per_array: tuple[Place, ...], adjoint: bool) -> list[Any]:
         return [
-            jax.ShapeDtypeStruct(there.shape(self.rank, x.shape, place), x.dtype)
+            jax.ShapeDtypeStruct(self.shapes(x.shape, place)[not adjoint], x.dtype)
             for x, place in zip(avals, per_array, strict=True)
         ]
 
-    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
+    def shapes(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the source array and of the target array, from the shape of either."""
+        source = self.source.shape(self.rank, shape, place.axes, place.staggered)
+        return source, self.target.shape(self.rank, shape, place.target_axes, place.staggered)
+
+    def plan(self, rank: int, avals: tuple[Any, ...], per_array: tuple[Place, ...], adjoint: bool) -> Plan:
         return _plan(self, avals, per_array, adjoint)
 
 
@@ -112,40 +143,48 @@ def _boxes(
         yield layout.rank([at for at, _ in chosen]), tuple(common for _, common in chosen)
 
 
-def _box(cells: Sequence[Interval], division: Division, rank: int, shape: Sequence[int], axes: Sequence[int]) -> Box:
+def _box(
+    cells: Sequence[Interval],
+    division: Division,
+    rank: int,
+    shape: Sequence[int],
+    axes: Sequence[int],
+    walk: tuple[int, ...] | None = None,
+) -> Box:
     """Return the box of cells of the global array in the array of a rank."""
     starts, counts = [0] * len(shape), list(shape)
     at = division.layout.coordinates(rank)
     for axis, (place, (start, end)) in enumerate(zip(axes, cells, strict=True)):
         origin = division.layout.intervals(axis)[at[axis]][0]
         starts[place], counts[place] = start - origin + division.widths[axis][0], end - start
-    return Box(tuple(starts), tuple(counts), (1,) * len(shape))
+    return Box(tuple(starts), tuple(counts), (1,) * len(shape), walk=walk)
 
 
 @plans.cached
-def _plan(pattern: Redistribution, avals: tuple[Any, ...], per_array: tuple[Spec, ...], adjoint: bool) -> Plan:
+def _plan(pattern: Redistribution, avals: tuple[Any, ...], per_array: tuple[Place, ...], adjoint: bool) -> Plan:
     rank, source, target = pattern.rank, pattern.source, pattern.target
     moves: list[Move] = []
     facts = []
     for leaf, (aval, place) in enumerate(zip(avals, per_array, strict=True)):
-        axes, staggered, name = place
+        axes, target_axes, staggered = place.axes, place.target_axes, place.staggered
         owned = [source.owned(axis, extra) for axis, extra in enumerate(staggered)]
         wanted = [target.contained(axis, extra) for axis, extra in enumerate(staggered)]
         # The arrays of other ranks have other shapes, but a move uses only the shape of this rank.
-        shapes = [division.shape(rank, aval.shape, place) for division in (source, target)]
+        shapes = pattern.shapes(aval.shape, place)
         of_source = [owned[i][at] for i, at in enumerate(source.layout.coordinates(rank))]
         of_target = [wanted[i][at] for i, at in enumerate(target.layout.coordinates(rank))]
         for other, cells in _boxes(of_source, wanted, target.layout):
-            read = _box(cells, source, rank, shapes[0], axes)
-            written = _box(cells, target, rank, shapes[1], axes) if other == rank else read
+            read = _box(cells, source, rank, shapes[0], axes, place.walk)
+            written = _box(cells, target, rank, shapes[1], target_axes) if other == rank else read
             moves.append(Move((0,), leaf, rank, read, other, written))
         for other, cells in _boxes(of_target, owned, source.layout):
             if other != rank:
-                written = _box(cells, target, rank, shapes[1], axes)
+                written = _box(cells, target, rank, shapes[1], target_axes)
                 moves.append(Move((0,), leaf, other, written, rank, written))
         rest = tuple(size for i, size in enumerate(aval.shape) if i - len(aval.shape) not in axes)
-        facts.append((tuple(axis % len(aval.shape) for axis in axes), rest, staggered, np.dtype(aval.dtype).name, name))
-    adds = adjoint and any(any(staggered) for _, staggered, _ in per_array)
+        places = [tuple(axis % len(aval.shape) for axis in chosen) for chosen in (axes, target_axes)]
+        facts.append((*places, rest, staggered, np.dtype(aval.dtype).name, place.name))
+    adds = adjoint and any(any(place.staggered) for place in per_array)
     if adjoint:
         moves = [move.reverse() for move in moves]
     divisions = [(division.layout.blocks, division.widths) for division in (source, target)]

@@ -702,21 +702,25 @@ class Grid(communicators.Local):
                         "axis, larger arrays, or a narrower halo."
                     )
 
-    def _axes_of(self, shape: Sequence[int], function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
+    def _axes_of(
+        self, shape: Sequence[int], function: str, name: str, axes: Sequence[int] | None, argument: str = "axes"
+    ) -> tuple[int, ...]:
         """Return the grid's axes in an array, from the end, so that an axis in front does not change them."""
         dimensions = len(self.processes)
-        chosen = range(-dimensions, 0) if axes is None else checks.axes(axes, function)
+        chosen = range(-dimensions, 0) if axes is None else checks.axes(axes, function, argument)
         if len(chosen) != dimensions:
-            raise ValueError(f"{function}: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
+            raise ValueError(
+                f"{function}: {argument} is {axes}: the grid has {dimensions} axes, pass one for each of them."
+            )
         for axis in chosen:
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(
                     f"{function}: {name} has shape {tuple(shape)}, and no axis {axis}: the grid has {dimensions} axes, "
-                    "and axes= says which axes of the array belong to it."
+                    f"and {argument}= says which axes of the array belong to it."
                 )
         places = tuple(axis if axis < 0 else axis - len(shape) for axis in chosen)
         if len(set(places)) != dimensions:
-            raise ValueError(f"{function}: axes is {axes}: an axis is named twice.")
+            raise ValueError(f"{function}: {argument} is {axes}: an axis is named twice.")
         return places
 
 

@@ -94,19 +94,8 @@ def _linear(rule: Rule) -> Rule:
     return Number("0", 0) if isinstance(rule, Number) else rule
 
 
-class GridPattern(Pattern):
-    """A pattern of fields. What it knows of a field begins with the axes that belong to the grid, from the end."""
-
-    def batch(self, adjoint: bool) -> tuple[int, int]:
-        return 0, 0
-
-    def behind(self, place: Any, axes: int) -> Any:
-        chosen, *others = place
-        return tuple(axis - axes for axis in chosen), *others
-
-
 @dataclass(frozen=True)
-class Halo(GridPattern):
+class Halo(Pattern):
     """The pattern of an exchange, which is the same on all ranks."""
 
     layout: Layout
@@ -120,6 +109,13 @@ class Halo(GridPattern):
 
     def results(self, avals: Sequence[Any], per_array: Any, adjoint: bool) -> Sequence[Any]:
         return avals
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def behind(self, place: Spec, axes: int) -> Spec:
+        chosen, rules, name = place
+        return tuple(axis - axes for axis in chosen), rules, name
 
     def linear(self, per_array: Sequence[Spec]) -> tuple[Spec, ...]:
         """Return the specs of the fields for the linear part of an exchange: with zero in the place of numbers."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxmpi._grid import arguments as checks
-from jaxmpi._grid.divisions import Division, Redistribution
+from jaxmpi._grid.divisions import Division, Place, Redistribution
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._operations.exchanges import redistribute_p, redistribute_start_p, start_exchange
 from jaxmpi._operations.requests import Request
@@ -20,6 +20,7 @@ def redistribute(
     target: Grid,
     *,
     axes: Sequence[int] | None = None,
+    target_axes: Sequence[int] | None = None,
     source_width: Width = 0,
     target_width: Width = 0,
 ) -> Any:
@@ -42,6 +43,9 @@ def redistribute(
         the same order.
       axes: which axes of the arrays belong to the grids, in their order. None: the last ones. Other axes, in front,
         between or behind, are kept.
+      target_axes: which axes of the returned blocks belong to the grids, in their order: the axes of `axes` in any
+        order. None: as `axes`. The operation writes this order at no further cost. With `(-1, -3, -2)` the first axis
+        of a grid of three lies last in the returned blocks, contiguous in memory; `axes=(-1, -3, -2)` takes them back.
       source_width: width of the halo of the blocks that are passed, static, as in `Grid.exchange`. It is not read.
       target_width: width of the halo of zeros around the blocks that are returned, static. `target.exchange` fills it.
 
@@ -55,7 +59,8 @@ def redistribute(
       jax.errors.JaxRuntimeError: at run time, on each rank that receives a message of another call: the ranks passed
         other fields or grids, or called in another order. With `JAXMPI_CHECK=1` on all ranks, before anything is sent.
     """
-    arrays, structure, params = _checked("redistribute", fields, source, target, axes, source_width, target_width)
+    places = axes, target_axes
+    arrays, structure, params = _checked("redistribute", fields, source, target, places, source_width, target_width)
     return jax.tree.unflatten(structure, redistribute_p.apply_to_all(params, arrays))
 
 
@@ -65,6 +70,7 @@ def iredistribute(
     target: Grid,
     *,
     axes: Sequence[int] | None = None,
+    target_axes: Sequence[int] | None = None,
     source_width: Width = 0,
     target_width: Width = 0,
 ) -> Request:
@@ -78,7 +84,8 @@ def iredistribute(
 
     Raises: as `redistribute` while tracing. `wait` raises the errors at run time.
     """
-    arrays, structure, params = _checked("iredistribute", fields, source, target, axes, source_width, target_width)
+    places = axes, target_axes
+    arrays, structure, params = _checked("iredistribute", fields, source, target, places, source_width, target_width)
     return start_exchange("iredistribute", params, arrays, structure, redistribute_start_p)
 
 
@@ -87,7 +94,7 @@ def _checked(
     fields: Any,
     source: Grid,
     target: Grid,
-    axes: Sequence[int] | None,
+    places: tuple[Sequence[int] | None, Sequence[int] | None],
     source_width: Width,
     target_width: Width,
 ) -> tuple[list[Any], Any, Planned]:
@@ -99,12 +106,21 @@ def _checked(
     divisions = [Division(grid._layout, width) for grid, width in zip((source, target), widths, strict=True)]
     expected = [size + sum(pair) for size, pair in zip(source.local_shape, widths[0], strict=True)]
     advice = " Pass the block by the source grid; source_width= gives the halo, axes= the axes that are the grid's."
-    cuts = [
-        source._cut(x.shape, axes, expected, operation, name, advice) for x, name in zip(arrays, names, strict=True)
-    ]
-    per_array = tuple((cut.axes, tuple(map(bool, cut.staggered)), name) for cut, name in zip(cuts, names, strict=True))
+    axes, target_axes = places
+    per_array = []
+    for x, name in zip(arrays, names, strict=True):
+        cut = source._cut(x.shape, axes, expected, operation, name, advice)
+        arriving = cut.axes
+        if target_axes is not None:
+            arriving = source._axes_of(x.shape, operation, name, target_axes, "target_axes")
+            if {*arriving} != {*cut.axes}:
+                raise ValueError(
+                    f"{operation}: target_axes is {target_axes}, but the grid has the axes {cut.axes} of {name}. Pass "
+                    "the same axes in another order."
+                )
+        per_array.append(Place(cut.axes, arriving, tuple(map(bool, cut.staggered)), name))
     pattern = Redistribution(source._comm.rank, *divisions)
-    return arrays, structure, Planned(source._comm, pattern, per_array, False)
+    return arrays, structure, Planned(source._comm, pattern, tuple(per_array), False)
 
 
 def check_grids(operation: str, source: Grid, target: Grid) -> None:

@@ -57,6 +57,8 @@ class Box:
     listed: tuple[int, Indices] | None = None
     """An axis and the indices of the elements along it; there the start is 0 and the step 1. The axes behind it are
     whole."""
+    walk: tuple[int, ...] | None = None
+    """The order in which the axes are walked, the outermost first: the last axes, from the end. None: as they are."""
 
     @property
     def size(self) -> int:
@@ -154,17 +156,22 @@ def _merged(counts: Sequence[int], strides: Sequence[Sequence[int]], itemsize: i
     return run, axes[::-1]
 
 
-def _steps(box: Box, aval: Any) -> list[int]:
-    """Return the bytes from an element of the box to the next along each axis."""
+def _walk(box: Box, aval: Any) -> tuple[list[int], list[int]]:
+    """Return the elements of a box along each axis, and the bytes from one to the next, in the order of the walk."""
     strides = _strides(aval.shape, np.dtype(aval.dtype).itemsize)
-    return [step * stride for step, stride in zip(box.steps, strides, strict=True)]
+    counts, steps = list(box.counts), [step * stride for step, stride in zip(box.steps, strides, strict=True)]
+    if box.walk is not None:
+        for values in (counts, steps):
+            values[-len(box.walk) :] = [values[axis] for axis in box.walk]
+    return counts, steps
 
 
 def _axes_of(box: Box, aval: Any) -> _Axes:
     """Return the axes by which a box is copied; if there is a list of indices, the last axis has it."""
-    steps, itemsize = _steps(box, aval), np.dtype(aval.dtype).itemsize
+    itemsize = np.dtype(aval.dtype).itemsize
+    counts, steps = _walk(box, aval)
     if box.listed is None:
-        return _merged(box.counts, [steps], itemsize)
+        return _merged(counts, [steps], itemsize)
     axis, indices = box.listed
     if indices.values.size != box.counts[axis] or indices.values.max(initial=0) >= aval.shape[axis]:
         raise IndexError(f"indices beyond {aval.shape[axis]} elements along axis {axis} of an array, or too many")
@@ -198,7 +205,7 @@ def _axes_of_pair(move: Move, operand: Any, result: Any) -> tuple[_Axes, _Axes] 
     if move.read.listed or move.written.listed:
         return None
     for box, aval in ((move.read, operand), (move.written, result)):
-        whole = zip(box.counts, _steps(box, aval), strict=True)
+        whole = zip(*_walk(box, aval), strict=True)
         sides.append(tuple(zip(*[(count, step) for count, step in whole if count != 1], strict=True)) or ((), ()))
     (counts, read), (of_written, written) = sides
     run, axes = _merged(counts, [read, written], np.dtype(operand.dtype).itemsize) if counts == of_written else (0, [])
