@@ -78,7 +78,7 @@ static PyObject *handlers_of(const struct memory *memory) {
   PyObject *result = PyDict_New();
   for (int i = 0; result != NULL && i < OPERATION_COUNT; i++) {
     void *pointer;
-    memcpy(&pointer, &memory_handlers(memory)[i], sizeof pointer);
+    memcpy(&pointer, &memory->handlers[i], sizeof pointer);
     if (dict_put(result, operation_table[i].id, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
       Py_CLEAR(result);
   }

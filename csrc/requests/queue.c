@@ -156,8 +156,11 @@ static bool match_posted(struct receive *receive) {
   return there;
 }
 
-static void match_all(const struct communicator *comm) {
+/* --- for all threads --- */
+
+void queue_match(void) {
   struct receive *next;
+  pthread_mutex_lock(&lock);
   /* Unexpected messages came before the messages that MPI still has. */
   for (struct receive *receive = first_unexpected != NULL ? first_posted : NULL; receive != NULL; receive = next) {
     next = receive->next;
@@ -165,17 +168,9 @@ static void match_all(const struct communicator *comm) {
   }
   for (struct receive *receive = first_posted; receive != NULL; receive = next) {
     next = receive->next;
-    if (comm != NULL && receive->comm != comm) continue;
     while (receive->state == RECEIVE_POSTED && match_posted(receive)) continue;
   }
-}
-
-/* --- for all threads --- */
-
-static bool any_posted(const struct receive receives[], int count) {
-  bool posted = false;
-  for (int i = 0; i < count; i++) posted |= receives[i].state == RECEIVE_POSTED;
-  return posted;
+  pthread_mutex_unlock(&lock);
 }
 
 void queue_post(struct receive *receive) {
@@ -204,23 +199,15 @@ bool queue_withdraw_alone(struct receive *receive) {
   return alone;
 }
 
-bool queue_match(const struct communicator *comm, const struct receive receives[], int count) {
-  pthread_mutex_lock(&lock);
-  match_all(comm);
-  bool posted = any_posted(receives, count);
-  pthread_mutex_unlock(&lock);
-  return posted;
-}
-
 void queue_await(struct receive *receive) {
   pthread_mutex_lock(&lock);
   receive->waited_for = true;
   pthread_mutex_unlock(&lock);
 }
 
-bool queue_has(const struct receive receives[], int count) {
+bool queue_has(const struct receive *receive) {
   pthread_mutex_lock(&lock);
-  bool posted = any_posted(receives, count);
+  bool posted = receive->state == RECEIVE_POSTED;
   pthread_mutex_unlock(&lock);
   return posted;
 }
