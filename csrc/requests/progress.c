@@ -13,7 +13,6 @@ static struct {
   pthread_mutex_t lock;
   pthread_cond_t wake;
   pthread_t thread;
-  progress_work *work;
   int64_t long_ones;
   bool running, asleep, ending;
   bool calm;  /* nothing has been posted since the thread last polled */
@@ -22,28 +21,27 @@ static struct {
 
 static void *run_progress(void *unused);
 
-static void begin_thread(progress_work *work) {
+static void begin_thread(void) {
   if (state.running || state.ending || runtime.serialize) return;
-  state.work = work;
   thread_condition(&state.wake);
   state.running = thread_start(&state.thread, run_progress) == 0;
 }
 
-void progress_posted(progress_work *work) {
+void progress_posted(void) {
   pthread_mutex_lock(&state.lock);
-  begin_thread(work);
+  begin_thread();
   state.calm = false;
   if (state.asleep) pthread_cond_signal(&state.wake);
   state.asleep = false;
   pthread_mutex_unlock(&state.lock);
 }
 
-void progress_long(int more, progress_work *work) {
+void progress_long(int more) {
   if (more == 0) return;
   pthread_mutex_lock(&state.lock);
   state.long_ones += more;
   if (more > 0) {
-    begin_thread(work);
+    begin_thread();
     pthread_cond_signal(&state.wake);
   }
   pthread_mutex_unlock(&state.lock);
@@ -74,7 +72,7 @@ static void poll_once(bool often) {
   pthread_mutex_unlock(&state.lock);
   queue_match();
   if (often) {
-    state.work();
+    poll_requests();
     nanosleep(&(struct timespec){0, PAUSE_NANOSECONDS}, NULL);
   }
   pthread_mutex_lock(&state.lock);

@@ -33,8 +33,6 @@ static struct {
 /* Usual requests that are not in use. They keep their places. They are taken and given back without the lock. */
 static struct request *_Atomic spares[SPARE_REQUESTS];
 
-static void poll_requests(void);
-
 /* --- memory --- */
 
 bool request_room(struct request *request, size_t bytes, char **data) {
@@ -150,23 +148,21 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   if (made == NULL) made = new_request(usual, handles, receives, &place);
   if (place < 0) return call_fail(call, FFI_INTERNAL, "too many requests that have not been waited for");
   if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a request");
-  made->block = NULL, made->data = bytes > 0 ? made->small : NULL;
-  if (bytes > sizeof made->small && !request_room(made, bytes, &made->data)) {
+  *made = (struct request){.place = made->place,
+                           .usual = made->usual,
+                           .run = ffi_run(call->frame),
+                           .operation = call->operation,
+                           .comm = call->comm,
+                           .batch = id->count / 2,
+                           .receive_count = receives,
+                           .handles = made->handles,
+                           .receives = made->receives};
+  if (bytes > 0 && !request_room(made, bytes, &made->data)) {
     free_request(made);
     return call_fail(call, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
   }
-  made->batch = id->count / 2;
-  made->operation = call->operation;
-  made->comm = call->comm;
-  made->is_long = false;
-  made->run = ffi_run(call->frame);
   memcpy(made->attributes, call->attributes, sizeof made->attributes);
-  memset(made->summary, 0, sizeof made->summary);
   summarize(call, made->summary);
-  made->type = NULL, made->count = 0, made->label = 0;
-  made->result = NULL, made->code = 0, made->function = NULL;
-  made->handle_count = 0; /* grows as operations are started */
-  made->receive_count = receives;
   memset(made->receives, 0, (size_t)receives * sizeof *made->receives);
   *request = made;
   return NULL;
@@ -193,7 +189,7 @@ static void note_process(void) {
 void request_post(struct receive *receive) {
   note_process();
   queue_post(receive);
-  progress_posted(poll_requests);
+  progress_posted();
 }
 
 void request_begin(struct request *request, const struct buffer *id, int64_t moved) {
@@ -207,7 +203,7 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
   for (int i = 0; i < request->receive_count; i++)
     if (request->receives[i].source != runtime.abi->proc_null) request_post(&request->receives[i]);
   request->is_long = moved >= LONG_BYTES;
-  if (request->is_long) progress_long(1, poll_requests);
+  if (request->is_long) progress_long(1);
   pthread_mutex_unlock(&all.lock);
   write_id(request, id);
 }
@@ -238,7 +234,7 @@ static struct request *take_from(int place) {
   struct request *taken = all.places[place];
   all.places[place] = NULL;
   all.in_flight--;
-  progress_long(-taken->is_long, poll_requests);
+  progress_long(-taken->is_long);
   return taken;
 }
 
@@ -354,14 +350,13 @@ int64_t requests_in_flight(void) {
   return count;
 }
 
-/* What the background thread calls in each poll. */
-static void poll_requests(void) {
+void poll_requests(void) {
   pthread_mutex_lock(&all.lock);
   bool ended = all.ended;
   for (int i = 0; i < all.used && !ended; i++)
     if (all.places[i] != NULL && all.places[i]->is_long) {
       all.places[i]->is_long = runtime.abi->test_request(all.places[i]);
-      if (!all.places[i]->is_long) progress_long(-1, poll_requests);
+      if (!all.places[i]->is_long) progress_long(-1);
     }
   pthread_mutex_unlock(&all.lock);
 }
