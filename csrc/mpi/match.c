@@ -52,7 +52,7 @@ ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MP
   return queue_add_unexpected(call->comm, &info) ? NULL : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
 }
 
-void await_match(struct receive *receive) {
+static void await_match(struct receive *receive) {
   for (queue_match(); queue_has(receive); queue_match()) sched_yield();
 }
 

@@ -20,16 +20,6 @@ static void count_more(atomic_int *number, int more) {
   atomic_store_explicit(number, atomic_load_explicit(number, memory_order_relaxed) + more, memory_order_release);
 }
 
-static void append_receive(struct receive *receive) {
-  struct receive **at = &first_posted;
-  while (*at != NULL) at = &(*at)->next;
-  *at = receive;
-  receive->next = NULL;
-  receive->state = RECEIVE_POSTED;
-  count_more(&receive->comm->queued, 1);
-  count_more(&queue_posted_count, 1);
-}
-
 static void remove_receive(struct receive *receive) {
   struct receive **at = &first_posted;
   while (*at != NULL && *at != receive) at = &(*at)->next;
@@ -175,7 +165,13 @@ void queue_match(void) {
 
 void queue_post(struct receive *receive) {
   pthread_mutex_lock(&lock);
-  append_receive(receive);
+  struct receive **at = &first_posted;
+  while (*at != NULL) at = &(*at)->next;
+  *at = receive;
+  receive->next = NULL;
+  receive->state = RECEIVE_POSTED;
+  count_more(&receive->comm->queued, 1);
+  count_more(&queue_posted_count, 1);
   pthread_mutex_unlock(&lock);
 }
 
