@@ -372,7 +372,7 @@ static ffi_error *prepare_stage(struct stage *stage, struct stream_state *state,
   const struct plan *plan = has_request(call->operation) ? NULL : plan_of(call);
   stage->boxed = plan != NULL && boxes_serve(call, plan) ? plan : NULL;
   if (stage->boxed != NULL) {
-    ffi_error *error = plan_check(call, plan);
+    ffi_error *error = plan_check(call, plan, true);
     if (error != NULL) return error;
   }
   stage->divided = !stage->aware && !division_is_one(&call->division);
