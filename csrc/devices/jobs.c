@@ -96,7 +96,7 @@ static struct job *job_new(const struct call *call, struct flags *flags) {
 }
 
 /* Put a job at the end of the queue. Under the lock of the queue. */
-static void append(struct job *job) {
+static void append_job(struct job *job) {
   job->next = NULL;
   *jobs.end = job;
   jobs.end = &job->next;
@@ -195,7 +195,7 @@ static bool start_thread(void) {
 
 static void post(struct job *job) {
   pthread_mutex_lock(&jobs.lock);
-  append(job);
+  append_job(job);
   pthread_cond_signal(&jobs.posted);
   pthread_mutex_unlock(&jobs.lock);
 }
@@ -228,7 +228,7 @@ bool jobs_drop(struct flags *flags, int code) {
   for (struct job *job = left; job != NULL; job = next) {
     next = job->next;
     if (job->flags != flags) {
-      append(job);
+      append_job(job);
       continue;
     }
     if (!reported) call_fail_driver(&job->call, flags->memory, code);

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include "base/threads.h"
+#include "requests/table.h"
 
 enum { PAUSE_NANOSECONDS = 200000, PAUSES = 50 /* after a blocking operation has begun */ };
 

@@ -15,9 +15,6 @@ void progress_posted(void);
 /* Count `more` further long requests in flight; fewer if negative. */
 void progress_long(int more);
 
-/* Of table.c: the thread calls it in each poll while it polls often. */
-void poll_requests(void);
-
 /* A blocking operation begins: posted receives must not wait until it ends. */
 void progress_hurry(void);
 static inline void progress_before(const struct call *call) {
