@@ -3,7 +3,6 @@
 #include <time.h>
 
 #include "base/threads.h"
-#include "requests/table.h"
 
 enum { PAUSE_NANOSECONDS = 200000, PAUSES = 50 /* after a blocking operation has begun */ };
 
@@ -14,6 +13,7 @@ static struct {
   pthread_mutex_t lock;
   pthread_cond_t wake;
   pthread_t thread;
+  progress_work *work;
   int64_t long_ones;
   bool running, asleep, ending;
   bool calm;  /* nothing has been posted since the thread last polled */
@@ -22,27 +22,28 @@ static struct {
 
 static void *run_progress(void *unused);
 
-static void begin_thread(void) {
+static void begin_thread(progress_work *work) {
   if (state.running || state.ending || runtime.serialize) return;
+  state.work = work;
   thread_condition(&state.wake);
   state.running = thread_start(&state.thread, run_progress) == 0;
 }
 
-void progress_posted(void) {
+void progress_posted(progress_work *work) {
   pthread_mutex_lock(&state.lock);
-  begin_thread();
+  begin_thread(work);
   state.calm = false;
   if (state.asleep) pthread_cond_signal(&state.wake);
   state.asleep = false;
   pthread_mutex_unlock(&state.lock);
 }
 
-void progress_long(int more) {
+void progress_long(int more, progress_work *work) {
   if (more == 0) return;
   pthread_mutex_lock(&state.lock);
   state.long_ones += more;
   if (more > 0) {
-    begin_thread();
+    begin_thread(work);
     pthread_cond_signal(&state.wake);
   }
   pthread_mutex_unlock(&state.lock);
@@ -73,7 +74,7 @@ static void poll_once(bool often) {
   pthread_mutex_unlock(&state.lock);
   queue_match();
   if (often) {
-    poll_requests();
+    state.work();
     nanosleep(&(struct timespec){0, PAUSE_NANOSECONDS}, NULL);
   }
   pthread_mutex_lock(&state.lock);

@@ -9,11 +9,14 @@
 
 #include "requests/queue.h"
 
+/* The thread calls this function in each poll, besides the queue. All callers pass the same function. */
+typedef void progress_work(void);
+
 /* A receive has been posted: starts the thread if it does not run yet. */
-void progress_posted(void);
+void progress_posted(progress_work *work);
 
 /* Count `more` further long requests in flight; fewer if negative. */
-void progress_long(int more);
+void progress_long(int more, progress_work *work);
 
 /* A blocking operation begins: posted receives must not wait until it ends. */
 void progress_hurry(void);

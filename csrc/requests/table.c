@@ -33,6 +33,8 @@ static struct {
 /* Usual requests that are not in use. They keep their places. They are taken and given back without the lock. */
 static struct request *_Atomic spares[SPARE_REQUESTS];
 
+static void poll_requests(void);
+
 /* --- memory --- */
 
 bool request_room(struct request *request, size_t bytes, char **data) {
@@ -189,7 +191,7 @@ static void note_process(void) {
 void request_post(struct receive *receive) {
   note_process();
   queue_post(receive);
-  progress_posted();
+  progress_posted(poll_requests);
 }
 
 void request_begin(struct request *request, const struct buffer *id, int64_t moved) {
@@ -203,7 +205,7 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
   for (int i = 0; i < request->receive_count; i++)
     if (request->receives[i].source != runtime.abi->proc_null) request_post(&request->receives[i]);
   request->is_long = moved >= LONG_BYTES;
-  if (request->is_long) progress_long(1);
+  if (request->is_long) progress_long(1, poll_requests);
   pthread_mutex_unlock(&all.lock);
   write_id(request, id);
 }
@@ -234,7 +236,7 @@ static struct request *take_from(int place) {
   struct request *taken = all.places[place];
   all.places[place] = NULL;
   all.in_flight--;
-  progress_long(-taken->is_long);
+  progress_long(-taken->is_long, poll_requests);
   return taken;
 }
 
@@ -350,13 +352,14 @@ int64_t requests_in_flight(void) {
   return count;
 }
 
-void poll_requests(void) {
+/* What the background thread calls in each poll. */
+static void poll_requests(void) {
   pthread_mutex_lock(&all.lock);
   bool ended = all.ended;
   for (int i = 0; i < all.used && !ended; i++)
     if (all.places[i] != NULL && all.places[i]->is_long) {
       all.places[i]->is_long = runtime.abi->test_request(all.places[i]);
-      if (!all.places[i]->is_long) progress_long(-1);
+      if (!all.places[i]->is_long) progress_long(-1, poll_requests);
     }
   pthread_mutex_unlock(&all.lock);
 }

@@ -114,9 +114,6 @@ void requests_forget(const struct communicator *comm);
  * is under way, and after the end of Python mpi4py would end the job instead. Return how many are still under way. */
 int64_t requests_finish(void);
 
-/* Test the long requests. The background thread calls it in each poll while it polls often. */
-void poll_requests(void);
-
 /* Return how many requests have not been waited for. */
 int64_t requests_in_flight(void);
 
