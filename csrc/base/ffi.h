@@ -22,7 +22,6 @@ enum ffi_extension_type { FFI_EXTENSION_METADATA = 1 };
 enum ffi_stage { FFI_STAGE_INSTANTIATE = 0, FFI_STAGE_PREPARE = 1, FFI_STAGE_INITIALIZE = 2, FFI_STAGE_EXECUTE = 3 };
 enum ffi_attribute_type { FFI_ATTRIBUTE_SCALAR = 3 };
 enum ffi_error_code {
-  FFI_UNKNOWN = 2,
   FFI_INVALID_ARGUMENT = 3,
   FFI_FAILED_PRECONDITION = 9,
   FFI_UNIMPLEMENTED = 12,

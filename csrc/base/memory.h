@@ -34,8 +34,9 @@ static inline bool rows_at_once(const struct rows *rows) {
 struct call;
 
 struct memory {
-  const char *platform; /* XLA's name for it; JAX's: JAX_NAMES in jaxmpi_launch/ */
-  bool host;            /* true for the host, whose members after `run` are NULL */
+  const char *platform;         /* XLA's name for it; JAX's: JAX_NAMES in jaxmpi_launch/ */
+  bool host;                    /* true for the host, whose members after `run` are NULL */
+  ffi_handler *const *handlers; /* of the operations, in the order of ops.def: execute/handlers.h */
 
   /* Execute a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */
   ffi_error *(*run)(struct call *call);

@@ -87,16 +87,11 @@ struct operation {
   int buffer_count, attribute_count;
   int comm; /* index of this attribute */
   struct {
-    short fixed;   /* the number of buffers that are not in a list: read ([0]) or written ([1]) */
-    short of_host; /* host buffers passed by a rank that passes no MPI buffer; -1 if every rank passes MPI buffers */
-    bool list;     /* there is an EACH, JOINED or PARTLY */
-    bool joined;   /* the list is a JOINED or PARTLY, which has at least one buffer */
-  } passed[2];
-  struct {
     const char *name;
     enum role role;
     bool each;   /* any number of buffers, one after the other */
-    bool joined; /* the body gets them as one buffer */
+    bool joined; /* at least one, and the body gets them as one buffer */
+    bool partly; /* some ranks do not pass it */
   } buffers[MAX_ROLES];
   struct {
     const char *name;
@@ -160,5 +155,21 @@ static inline bool waits_for_request(int row) { return row == ROW_wait || row ==
 #include "core/ops.def"
 #undef OPERATION
 #undef A
+
+/* The buffers of an operation by name; for a list the first one. */
+#define B(role, name)      struct buffer *name;
+#define EACH(role, name)   struct buffer *name;
+#define JOINED(role, name) struct buffer *name;
+#define PARTLY(role, name) struct buffer *name;
+#define OPERATION(name, divisibility, buffers, attributes) \
+  struct name##_buffers {                                  \
+    buffers                                                \
+  };
+#include "core/ops.def"
+#undef OPERATION
+#undef B
+#undef EACH
+#undef JOINED
+#undef PARTLY
 
 #endif

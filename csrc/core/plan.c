@@ -131,19 +131,15 @@ const struct plan *plan_of(const struct call *call) {
 
 /* --- a call --- */
 
-ffi_error *plan_check(const struct call *call, const struct plan *plan) {
-  bool same = call->first[1] - call->first[0] == plan->arrays && call->first[2] - call->first[1] == plan->arrays;
+ffi_error *plan_check(const struct call *call, const struct plan *plan, bool results) {
+  bool same =
+      call->first[1] - call->first[0] == plan->arrays && (!results || call->first[2] - call->first[1] == plan->arrays);
   for (int i = 0; i < plan->arrays && same; i++) {
     const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
-    same = in->count == plan->elements[i] && out->count == plan->elements[plan->arrays + i] && in->type == out->type &&
-           (!plan->combines || box_combines(plan->combines, in->type));
+    same = in->count == plan->elements[i] &&
+           (!results || (out->count == plan->elements[plan->arrays + i] && in->type == out->type &&
+                         (!plan->combines || box_combines(plan->combines, in->type))));
   }
-  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
-}
-
-ffi_error *plan_check_operands(const struct call *call, const struct plan *plan) {
-  bool same = call->first[1] - call->first[0] == plan->arrays;
-  for (int i = 0; i < plan->arrays && same; i++) same = plan_operand(call, i)->count == plan->elements[i];
   return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
 }
 
@@ -194,14 +190,9 @@ int plan_compose_message(const struct call *call, const struct plan *plan, char 
   return next;
 }
 
-void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next) {
-  gather_until(call, plan, stage, false, next, INT64_MAX);
-}
-
-void plan_compose(const struct call *call, const struct plan *plan, char *stage) {
-  int next = 0;
-  for (int i = 0; i < plan->send_count; i++) next = plan_compose_message(call, plan, stage, i, next);
-  for (; next < plan->pack_count; next++) gather(call, &plan->packs[next], stage, false);
+void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next, bool pairs) {
+  next = gather_until(call, plan, stage, false, next, INT64_MAX);
+  for (; pairs && next < plan->pack_count; next++) gather(call, &plan->packs[next], stage, false);
 }
 
 void plan_fill(const struct call *call, const struct plan *plan) {

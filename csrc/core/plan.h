@@ -104,25 +104,20 @@ static inline const struct buffer *plan_result(const struct call *call, int leaf
   return &call->buffers[call->first[1] + leaf];
 }
 
-/* NULL, or the error: the arrays of the call are not those of the plan. */
-ffi_error *plan_check(const struct call *call, const struct plan *plan);
-
-/* As plan_check, for a call that has operands only. */
-ffi_error *plan_check_operands(const struct call *call, const struct plan *plan);
+/* NULL, or the error: the arrays of the call are not those of the plan. `results`: the call has results, too. */
+ffi_error *plan_check(const struct call *call, const struct plan *plan, bool results);
 
 /* Let the results begin as the plan says, in whichever memory they lie; so it can fail. */
 ffi_error *plan_begin(const struct call *call, const struct plan *plan);
 
-/* Compose the messages in `stage`, which has room for `sent` bytes, except for their labels. */
-void plan_compose(const struct call *call, const struct plan *plan, char *stage);
-
-/* Compose the message of a send, which begins with the pack `next`. Return the next pack. */
+/* Compose the message of a send, which begins with the pack `next`, in `stage`, except for the label. Return the next
+ * pack. */
 int plan_compose_message(const struct call *call, const struct plan *plan, char *stage, int send, int next);
 
-/* Compose the packs from `next` on, without the pairs. */
-void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next);
+/* Compose the packs from `next` on. `pairs`: the pairs, too. */
+void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next, bool pairs);
 
-/* Set the results of `call` except for received parts. After plan_compose. */
+/* Set the results of `call` except for received parts. After plan_compose_rest. */
 void plan_fill(const struct call *call, const struct plan *plan);
 
 /* Copy the parts that this rank has for itself from the operands to the results. After plan_fill. */

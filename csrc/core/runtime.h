@@ -63,7 +63,7 @@ struct runtime {
   bool flags_asked;            /* the user wants TRANSPORT_FLAGS, and no callback instead */
   atomic_bool several_devices; /* a link may be committed to one of them: runtime_token.c */
   atomic_bool check;           /* ranks compare all their collectives (compare.h); the same on all ranks */
-  intptr_t channel;            /* a duplicate of COMM_WORLD for agreement.h; 0: none */
+  int64_t channel;             /* the handle of a duplicate of COMM_WORLD for agreement.h; 0: none */
   atomic_bool several_threads; /* of the program communicate */
   struct agreement *_Atomic agreements;
   atomic_bool labels;                /* and no rank has arrays on devices: messages have labels */

@@ -27,10 +27,10 @@ static struct {
   pthread_mutex_t lock;
   pthread_cond_t posted;
   struct job *spare; /* jobs that are not used */
-  struct job *first, *last;
+  struct job *first, **end;
   const struct flags *with_mpi; /* of the job that the thread has taken */
   bool running;
-} jobs = {.lock = PTHREAD_MUTEX_INITIALIZER, .posted = PTHREAD_COND_INITIALIZER};
+} jobs = {.lock = PTHREAD_MUTEX_INITIALIZER, .posted = PTHREAD_COND_INITIALIZER, .end = &jobs.first};
 
 /* --- flags --- */
 
@@ -89,11 +89,17 @@ static struct job *job_new(const struct call *call, struct flags *flags) {
   pthread_mutex_unlock(&jobs.lock);
   if (job == NULL) job = malloc(sizeof *job);
   if (job == NULL) return NULL;
-  job->next = NULL;
   call_copy(&job->call, call);
   job->call.frame = NULL;
   job->flags = flags;
   return job;
+}
+
+/* Put a job at the end of the queue. Under the lock of the queue. */
+static void append_job(struct job *job) {
+  job->next = NULL;
+  *jobs.end = job;
+  jobs.end = &job->next;
 }
 
 /* Under the lock of the queue. */
@@ -158,7 +164,7 @@ static struct job *next_job(void) {
     waited = seconds_now() - since;
   }
   struct job *job = jobs.first;
-  jobs.first = job->next;
+  if ((jobs.first = job->next) == NULL) jobs.end = &jobs.first;
   return job;
 }
 
@@ -189,11 +195,7 @@ static bool start_thread(void) {
 
 static void post(struct job *job) {
   pthread_mutex_lock(&jobs.lock);
-  if (jobs.first == NULL)
-    jobs.first = job;
-  else
-    jobs.last->next = job;
-  jobs.last = job;
+  append_job(job);
   pthread_cond_signal(&jobs.posted);
   pthread_mutex_unlock(&jobs.lock);
 }
@@ -222,16 +224,11 @@ bool jobs_drop(struct flags *flags, int code) {
   bool reported = false;
   pthread_mutex_lock(&jobs.lock);
   struct job *left = jobs.first, *next;
-  jobs.first = jobs.last = NULL;
+  jobs.first = NULL, jobs.end = &jobs.first;
   for (struct job *job = left; job != NULL; job = next) {
     next = job->next;
-    job->next = NULL;
     if (job->flags != flags) {
-      if (jobs.first == NULL)
-        jobs.first = job;
-      else
-        jobs.last->next = job;
-      jobs.last = job;
+      append_job(job);
       continue;
     }
     if (!reported) call_fail_driver(&job->call, flags->memory, code);

@@ -142,13 +142,14 @@ static void text(int code, const char **name, const char **description) {
   cuda.cuGetErrorString(code, description);
 }
 
-#define SPACE cuda
+#define MEMORY memory_cuda
 #include "execute/handlers.h"
 
 const struct memory memory_cuda = {
     .platform = "CUDA",
     .libraries = (const char *const[]){"libcuda.so.1", NULL},
     .absent = "there is no libcuda.so.1: no NVIDIA driver is installed",
+    .handlers = handlers,
     .load = load,
     .run = transport_run,
     MEMORY_FUNCTIONS,

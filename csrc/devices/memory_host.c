@@ -1,9 +1,9 @@
 #include "devices/spaces.h"
 #include "execute/chunks.h"
 
-#define SPACE host
+#define MEMORY memory_host
 #include "execute/handlers.h"
 
 static ffi_error *run(struct call *call) { return call->leaves != NULL ? call_leaves(call) : call_chunks(call); }
 
-const struct memory memory_host = {.platform = "cpu", .host = true, .run = run};
+const struct memory memory_host = {.platform = "cpu", .host = true, .handlers = handlers, .run = run};

@@ -141,7 +141,7 @@ static void text(int code, const char **name, const char **description) {
 }
 
 /* ROCm's folder is seldom on the loader's path (JAX's plugin finds it by itself): so it is the last name below. */
-#define SPACE rocm
+#define MEMORY memory_rocm
 #include "execute/handlers.h"
 
 const struct memory memory_rocm = {
@@ -149,6 +149,7 @@ const struct memory memory_rocm = {
     .libraries = (const char *const[]){"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so",
                                        "/opt/rocm/lib/libamdhip64.so", NULL},
     .absent = "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks",
+    .handlers = handlers,
     .load = load,
     .run = transport_run,
     MEMORY_FUNCTIONS,

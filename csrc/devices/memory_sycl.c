@@ -9,10 +9,11 @@
  */
 #include "devices/spaces.h"
 
-#define SPACE sycl
+#define MEMORY memory_sycl
 #include "execute/handlers.h"
 
 const struct memory memory_sycl = {
     .platform = "SYCL",
+    .handlers = handlers,
     .absent = "not supported: XLA's stream for Intel's devices is a C++ object, which this build cannot use",
 };

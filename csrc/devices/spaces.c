@@ -10,24 +10,6 @@ const struct memory *const memory_spaces[] = {
 #undef SPACE
     NULL};
 
-#define SPACE(name) extern ffi_handler *const handlers_##name[];
-#include "devices/spaces.def"
-#undef SPACE
-
-static ffi_handler *const *const handlers[] = {
-#define SPACE(name) handlers_##name,
-#include "devices/spaces.def"
-#undef SPACE
-};
-
-static size_t number_of(const struct memory *memory) {
-  size_t i = 0;
-  while (memory_spaces[i] != memory) i++;
-  return i;
-}
-
-ffi_handler *const *memory_handlers(const struct memory *memory) { return handlers[number_of(memory)]; }
-
 static void *find_library(const struct memory *memory, int mode) {
   void *library = NULL;
   for (const char *const *name = memory->libraries; library == NULL && name != NULL && *name != NULL; name++)
@@ -57,7 +39,8 @@ const char *memory_open(const struct memory *memory) {
     bool tried;
     const char *why_not;
   } spaces[sizeof memory_spaces / sizeof *memory_spaces];
-  size_t i = number_of(memory);
+  size_t i = 0;
+  while (memory_spaces[i] != memory) i++;
   if (!spaces[i].tried && !memory->host) spaces[i].why_not = load_driver(memory);
   spaces[i].tried = true;
   return spaces[i].why_not;

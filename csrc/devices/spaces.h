@@ -1,8 +1,8 @@
-/* The memory spaces that the package knows, and the handlers of operations for each.
+/* The memory spaces that the package knows.
  *
- * A space is a row in spaces.def and a file memory_NAME.c, which defines `memory_NAME` and the handlers.
+ * A space is a row in spaces.def and a file memory_NAME.c, which defines `memory_NAME`.
  *
- * Threads: memory_loaded and memory_open are called under the GIL, memory_handlers by any thread. */
+ * Threads: the functions are called under the GIL. */
 #ifndef JAXMPI_SPACES_H
 #define JAXMPI_SPACES_H
 
@@ -19,8 +19,5 @@ bool memory_loaded(const struct memory *memory);
 
 /* Load the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
 const char *memory_open(const struct memory *memory);
-
-/* The handlers of the operations for buffers in this memory, in the order of ops.def: see execute/handlers.h. */
-ffi_handler *const *memory_handlers(const struct memory *memory);
 
 #endif

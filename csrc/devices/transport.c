@@ -65,7 +65,8 @@ static int state_make(const struct memory *memory, void *stream, void *context, 
   return 0;
 }
 
-/* A state for the call's stream, this thread's until state_leave. Return 0, the driver's code, or -1: no memory. */
+/* A state for the call's stream, this thread's until it unlocks `taken`. Return 0, the driver's code, or -1: no memory.
+ */
 static int state_take(const struct call *call, void *context, struct stream_state **taken) {
   pthread_mutex_lock(&states_lock);
   struct stream_state *state = states;
@@ -76,8 +77,6 @@ static int state_take(const struct call *call, void *context, struct stream_stat
   *taken = state;
   return state != NULL ? 0 : state_make(call->memory, call->stream, context, taken);
 }
-
-static void state_leave(struct stream_state *state) { pthread_mutex_unlock(&state->taken); }
 
 /* Make the pinned memory at least that large; it grows by doubling. */
 static int state_reserve(struct stream_state *state, size_t bytes) {
@@ -373,7 +372,7 @@ static ffi_error *prepare_stage(struct stage *stage, struct stream_state *state,
   const struct plan *plan = has_request(call->operation) ? NULL : plan_of(call);
   stage->boxed = plan != NULL && boxes_serve(call, plan) ? plan : NULL;
   if (stage->boxed != NULL) {
-    ffi_error *error = plan_check(call, plan);
+    ffi_error *error = plan_check(call, plan, true);
     if (error != NULL) return error;
   }
   stage->divided = !stage->aware && !division_is_one(&call->division);
@@ -429,7 +428,7 @@ ffi_error *transport_run(struct call *call) {
     error = code == -1 ? call_fail(call, FFI_INTERNAL, "no memory") : call_fail_driver(call, memory, code);
   } else {
     error = run_in_state(state, call);
-    state_leave(state);
+    pthread_mutex_unlock(&state->taken);
   }
   code = memory->leave(previous);
   if (error == NULL && code != 0) error = call_fail_driver(call, memory, code);

@@ -6,7 +6,6 @@
 
 #include "core/failure.h"
 #include "core/plan.h"
-#include "execute/compare.h"
 #include "observe/log.h"
 #include "observe/timeline.h"
 #include "observe/watchdog.h"

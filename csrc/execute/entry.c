@@ -97,19 +97,28 @@ struct direction {
 /* False: no operation passes that many. */
 INLINED bool direction_begin(const struct operation *operation, const ffi_frame *frame, bool written,
                              struct direction *d) {
-  const ffi_buffers *list = written ? &frame->results : &frame->operands;
-  d->next = (ffi_buffer *const *)list->buffers;
-  d->given = list->size;
+  const ffi_buffers *passed = written ? &frame->results : &frame->operands;
+  int fixed = 0, of_host = 0; /* buffers that are not in a list; the core's among them */
+  bool list = false, joined = false, partly = false;
+  UNROLLED for (int i = 0; i < operation->buffer_count; i++) {
+    if (role_is_written(operation->buffers[i].role) != written) continue;
+    fixed += !operation->buffers[i].each;
+    of_host += !operation->buffers[i].each && role_is_of_host(operation->buffers[i].role);
+    list |= operation->buffers[i].each;
+    joined |= operation->buffers[i].joined;
+    partly |= operation->buffers[i].partly;
+  }
+  d->next = (ffi_buffer *const *)passed->buffers;
+  d->given = passed->size;
   if (d->given > 0 && d->next[d->given - 1]->dtype == FFI_DTYPE_TOKEN) d->given--;
-  d->each = d->given - operation->passed[written].fixed;
-  d->without_mpis = d->given == operation->passed[written].of_host;
-  if (d->without_mpis || !operation->passed[written].list) return d->without_mpis || d->each == 0;
-  return d->each >= operation->passed[written].joined;
+  d->each = d->given - fixed;
+  d->without_mpis = partly && d->given == of_host;
+  return d->without_mpis || (list ? d->each >= joined : d->each == 0);
 }
 
 static ffi_error *fail_number(const struct call *call, const struct direction *d, bool written) {
   return call_fail(call, FFI_INTERNAL, "%" PRId64 " %s where the core expects %d: reinstall jaxmpi", d->given,
-                   written ? "results" : "operands", call->operation->passed[written].fixed);
+                   written ? "results" : "operands", (int)(d->given - d->each));
 }
 
 INLINED bool is_joined(const struct operation *operation) {

@@ -23,22 +23,6 @@
 #include "mpi/mpi_table.h"
 #include "observe/log.h"
 
-/* The buffers of an operation by name; for EACH the first one. */
-#define B(role, name)      struct buffer *name;
-#define EACH(role, name)   struct buffer *name;
-#define JOINED(role, name) struct buffer *name;
-#define PARTLY(role, name) struct buffer *name;
-#define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_buffers {                                  \
-    buffers                                                \
-  };
-#include "core/ops.def"
-#undef OPERATION
-#undef B
-#undef EACH
-#undef JOINED
-#undef PARTLY
-
 static inline void find_buffers(struct call *c, struct buffer **buffers, size_t count) {
   for (size_t i = 0; i < count; i++) buffers[i] = &c->buffers[c->first[i]];
 }

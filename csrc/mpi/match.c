@@ -52,8 +52,8 @@ ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MP
   return queue_add_unexpected(call->comm, &info) ? NULL : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
 }
 
-void await_match(struct receive *receive) {
-  while (queue_match(NULL, receive, 1)) sched_yield();
+static void await_match(struct receive *receive) {
+  for (queue_match(); queue_has(receive); queue_match()) sched_yield();
 }
 
 ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
@@ -91,7 +91,7 @@ bool test_begun(struct request *request) {
   for (int i = 0; i < request->handle_count; i++) under_way |= test_handle(request, &request->handles[i]);
   for (int i = 0; i < request->receive_count; i++) {
     struct receive *receive = &request->receives[i];
-    if (queue_has(receive, 1))
+    if (queue_has(receive))
       under_way = true;
     else if (receive->state == RECEIVE_UNDER_WAY && receive->code == MPI_SUCCESS)
       under_way |= test_handle(request, &receive->handle);
@@ -102,7 +102,7 @@ bool test_begun(struct request *request) {
 /* Complete one handle. Match messages for posted receives meanwhile, so that they do not wait for this handle. */
 static void complete_handle(struct request *request, intptr_t *handle) {
   while (queue_posted() > 0 && test_handle(request, handle)) {
-    queue_match(NULL, NULL, 0);
+    queue_match();
     sched_yield();
   }
   MPI_Request waited = (MPI_Request)*handle;

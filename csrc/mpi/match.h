@@ -14,7 +14,6 @@
 #define match_message        ABI_LOCAL(match_message)
 #define receive_message      ABI_LOCAL(receive_message)
 #define await_posted_message ABI_LOCAL(await_posted_message)
-#define await_match          ABI_LOCAL(await_match)
 #define add_unexpected       ABI_LOCAL(add_unexpected)
 #define test_handle          ABI_LOCAL(test_handle)
 #define test_begun           ABI_LOCAL(test_begun)
@@ -31,9 +30,6 @@ static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Statu
 
 /* Match a message for a blocking receive, after the receives that are posted. */
 ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
-
-/* Wait until a receive is matched. */
-void await_match(struct receive *receive);
 
 /* Keep a matched message until the receive that it fits begins. */
 ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status);

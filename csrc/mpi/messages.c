@@ -241,17 +241,14 @@ static int send_bytes(struct departures *sent, const char *data, int64_t bytes, 
   return code;
 }
 
-int announce_message(struct departures *sent, const struct peer *peer, char *message, uint64_t label) {
+/* Label the message to a peer, and send the notice if the notice is not the message itself. The rest of the message may
+ * be composed later. Return an MPI error code. */
+static int announce_message(struct departures *sent, const struct peer *peer, char *message, uint64_t label) {
   label_put(message, label_to(peer, label));
   return is_announced(peer) ? send_bytes(sent, message, LABEL_BYTES, peer->rank, notices_tag()) : MPI_SUCCESS;
 }
 
-int send_message(struct departures *sent, const struct peer *peer, const char *message) {
-  return send_bytes(sent, message, peer->bytes, peer->rank, is_announced(peer) ? plans_tag() : notices_tag());
-}
-
-/* Compose and send all messages. `next`: the next pack. Return an MPI error code. */
-static int send_all(struct departures *sent, const struct plan *plan, char *stage, uint64_t label, int *next) {
+int send_planned(struct departures *sent, const struct plan *plan, char *stage, uint64_t label, int *next) {
   struct call *c = sent->call;
   int code = MPI_SUCCESS;
   for (int i = 0; i < plan->send_count && code == MPI_SUCCESS; i++) {
@@ -259,7 +256,8 @@ static int send_all(struct departures *sent, const struct plan *plan, char *stag
     char *message = stage + peer->stage;
     code = announce_message(sent, peer, message, label);
     if (c->messages == NULL) *next = plan_compose_message(c, plan, stage, i, *next);
-    if (code == MPI_SUCCESS) code = send_message(sent, peer, message);
+    int tag = is_announced(peer) ? plans_tag() : notices_tag();
+    if (code == MPI_SUCCESS) code = send_bytes(sent, message, peer->bytes, peer->rank, tag);
   }
   return code;
 }
@@ -267,7 +265,7 @@ static int send_all(struct departures *sent, const struct plan *plan, char *stag
 /* Communicates by the plan of the call. */
 ffi_error *BODY(exchange)(struct call *c) {
   const struct plan *plan = plan_of(c);
-  PASS(plan_check(c, plan));
+  PASS(plan_check(c, plan, true));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   bool composed = c->messages != NULL; /* and unpacked, by the transport */
@@ -284,10 +282,10 @@ ffi_error *BODY(exchange)(struct call *c) {
   ffi_error *error = NULL;
   if (!composed && !is_in_order_of_queue(c->comm)) code = expect_notices(&notices, AHEAD);
   if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* messages are matched all the same */
-  code = send_all(&sent, plan, stage, label, &next);
+  code = send_planned(&sent, plan, stage, label, &next);
   if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
   if (!composed) {
-    plan_compose_rest(c, plan, stage, next);
+    plan_compose_rest(c, plan, stage, next, false);
     plan_fill(c, plan);
     plan_copy_pairs(c, plan);
   }

@@ -4,10 +4,9 @@
 
 #include "mpi/bodies.h"
 
-#define post_send        ABI_LOCAL(post_send)
-#define announce_message ABI_LOCAL(announce_message)
-#define send_message     ABI_LOCAL(send_message)
-#define take_announced   ABI_LOCAL(take_announced)
+#define post_send      ABI_LOCAL(post_send)
+#define send_planned   ABI_LOCAL(send_planned)
+#define take_announced ABI_LOCAL(take_announced)
 
 int post_send(const struct call *call, intptr_t *request);
 
@@ -18,10 +17,9 @@ struct departures {
   int count;
 };
 
-/* announce_message labels the message to a peer, and sends the notice if the notice is not the message itself. The rest
- * of the message may be composed later. Then send_message sends the message. Both return an MPI error code. */
-int announce_message(struct departures *sent, const struct peer *peer, char *message, uint64_t label);
-int send_message(struct departures *sent, const struct peer *peer, const char *message);
+/* Compose and send all messages of a plan, each behind a notice if it is long. `next`: the next pack. Return an MPI
+ * error code. */
+int send_planned(struct departures *sent, const struct plan *plan, char *stage, uint64_t label, int *next);
 
 /* Receive the message that a notice has announced. If `stage` is not NULL and the message has as many bytes as
  * expected, it is received into the stage, and `label` is set. Otherwise it is dropped. */

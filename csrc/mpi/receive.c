@@ -68,9 +68,8 @@ static inline ffi_error *finish_template(struct call *call, const struct buffer 
   return NULL;
 }
 
-/* Put a received message into the template, if it has the same dtype and fits. */
-static ffi_error *unpack(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
-                         MPI_Status *status, MPI_Status *users) {
+ffi_error *receive_from_memory(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
+                               MPI_Status *status, MPI_Status *users) {
   const struct label *label = label_find(data, bytes);
   int64_t width = (int64_t)out->type->bytes, room = out->count * width;
   const struct datatype *sent = label != NULL ? datatype_find((int)label->dtype) : NULL;
@@ -93,11 +92,6 @@ static ffi_error *unpack(struct call *call, const struct buffer *out, const char
   return finish_template(call, out, bytes / width, status, users);
 }
 
-ffi_error *receive_from_memory(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
-                               MPI_Status *status) {
-  return unpack(call, out, data, bytes, status, NULL);
-}
-
 /* receive_into for a message that may have a label. */
 static ffi_error *receive_labelled(struct call *call, const struct buffer *out, MPI_Message *message,
                                    MPI_Status *status, MPI_Status *users) {
@@ -105,8 +99,8 @@ static ffi_error *receive_labelled(struct call *call, const struct buffer *out, 
   char *data = bytes >= 0 ? malloc((size_t)bytes + 1) : NULL;
   if (data == NULL) return reject(call, out, message, status, users != NULL);
   int code = receive_bytes(message, data, bytes, status);
-  ffi_error *error =
-      code == MPI_SUCCESS ? unpack(call, out, data, bytes, status, users) : call_fail_in(call, "MPI_Mrecv", code);
+  ffi_error *error = code == MPI_SUCCESS ? receive_from_memory(call, out, data, bytes, status, users)
+                                         : call_fail_in(call, "MPI_Mrecv", code);
   free(data);
   return error;
 }

@@ -39,9 +39,9 @@ ffi_error *receive_into(struct call *call, const struct buffer *out, const struc
 /* Receive a matched message, which must fit, into `out`. */
 ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status);
 
-/* Put a received message into `out`. The message may have a label, and must fit. */
+/* Put a received message, which may have a label, into `out`, if it has the same dtype and fits. `users`: as above. */
 ffi_error *receive_from_memory(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
-                               MPI_Status *status);
+                               MPI_Status *status, MPI_Status *users);
 
 /* Return the error for a message of that many bytes, which is not the one that a plan expects. */
 ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t bytes);

@@ -197,24 +197,18 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   const struct plan *plan = object_of(a.plan);
   PASS(need_threads(c));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
-  PASS(plan_check_operands(c, plan));
+  PASS(plan_check(c, plan, false));
   size_t bytes = (size_t)(plan->sent + plan->received), labels = LABEL_BYTES * (size_t)plan->announced_receives;
   int handles = plan->send_count + plan->announced_sends, receives = plan->receive_count + plan->announced_receives;
   struct request *request;
   PASS(request_new(c, b.request, bytes + labels + 1, handles, receives, &request));
   request->label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
-  plan_compose(c, plan, request->data);
   expect_messages(c, request, plan, request->data + bytes);
   struct departures sent = {.call = c, .handles = request->handles};
-  int code = MPI_SUCCESS;
-  for (int i = 0; i < plan->send_count && code == MPI_SUCCESS; i++) {
-    const struct peer *peer = &plan->sends[i];
-    char *message = request->data + peer->stage;
-    code = announce_message(&sent, peer, message, request->label);
-    if (code == MPI_SUCCESS) code = send_message(&sent, peer, message);
-  }
+  int next = 0, code = send_planned(&sent, plan, request->data, request->label, &next);
   request->handle_count = sent.count;
   if (code != MPI_SUCCESS) return fail_start(c, request, code);
+  plan_compose_rest(c, plan, request->data, next, true);
   c->sending = false;
   return begin_request(c, request, b.request, (int64_t)bytes);
 }

@@ -38,7 +38,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   }
   c->timeline.from = status_of(receive)->MPI_SOURCE;
   c->timeline.tag = status_of(receive)->MPI_TAG;
-  if (has_labels()) return receive_from_memory(c, out, receive->memory, bytes_of(receive), status_of(receive));
+  if (has_labels()) return receive_from_memory(c, out, receive->memory, bytes_of(receive), status_of(receive), NULL);
   if (out->count > 0) memcpy(out->data, receive->memory, buffer_bytes(out));
   return NULL;
 }
@@ -232,11 +232,12 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   struct buffer *first = &arrays.buffers[c->first[1]];
   memmove(first, first + 1, (size_t)(c->buffer_count - c->first[2]) * sizeof *first);
   arrays.first[2] = (short)(c->buffer_count - 1);
-  error = plan_check(&arrays, plan);
+  error = plan_check(&arrays, plan, true);
   bool fits = error == NULL;
-  if (error == NULL && request != NULL && attribute_of(request->operation, KIND_PLAN) < 0)
+  int at_plan = request != NULL ? attribute_of(request->operation, KIND_PLAN) : -1;
+  if (fits && request != NULL && at_plan < 0)
     error = call_fail(c, FFI_INTERNAL, "it has no plan: reinstall jaxmpi");
-  if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, KIND_PLAN)] != a.plan)
+  else if (fits && request != NULL && request->attributes[at_plan] != a.plan)
     error = call_fail(c, FFI_UNIMPLEMENTED,
                       "the fields are not those that were started with: jax.vmap maps some of them on one side only");
   if (request != NULL) error = wait_for_planned(c, request, error);

@@ -50,7 +50,7 @@ static void add_number(struct text *text, enum attribute kind, const char *name,
 
 void summary_describe(struct text *text, const int64_t summary[SUMMARY_WORDS]) {
   const struct operation *operation = &operation_table[summary[SUMMARY_ROW]];
-  const struct datatype *type = summary[SUMMARY_TYPE] >= 0 ? datatype_find((int)summary[SUMMARY_TYPE]) : NULL;
+  const struct datatype *type = datatype_find((int)summary[SUMMARY_TYPE]);
   int64_t elements = summary[SUMMARY_COUNT];
   if (type == NULL) type = array_not_passed(operation, &summary[SUMMARY_ATTRIBUTES], &elements);
   bool outside = operation->row == ROW_outside;

@@ -223,8 +223,7 @@ static void add_attribute(struct text *line, const struct event *event, int inde
 static void add_arguments(struct text *line, const struct event *event, bool complete) {
   const struct operation *operation = &operation_table[event->summary[SUMMARY_ROW]];
   bool of_many = event->summary[SUMMARY_ROW] == ROW_wait;
-  const struct datatype *type =
-      event->summary[SUMMARY_TYPE] >= 0 && !of_many ? datatype_find((int)event->summary[SUMMARY_TYPE]) : NULL;
+  const struct datatype *type = of_many ? NULL : datatype_find((int)event->summary[SUMMARY_TYPE]);
   int64_t count = event->summary[SUMMARY_COUNT];
   if (type == NULL) type = array_not_passed(operation, &event->summary[SUMMARY_ATTRIBUTES], &count);
   text_add(line, ",\"args\":{\"comm\":%" PRId64, summary_comm(event->summary)->number);

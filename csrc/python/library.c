@@ -78,32 +78,27 @@ static PyObject *handlers_of(const struct memory *memory) {
   PyObject *result = PyDict_New();
   for (int i = 0; result != NULL && i < OPERATION_COUNT; i++) {
     void *pointer;
-    memcpy(&pointer, &memory_handlers(memory)[i], sizeof pointer);
+    memcpy(&pointer, &memory->handlers[i], sizeof pointer);
     if (dict_put(result, operation_table[i].id, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
       Py_CLEAR(result);
   }
   return result;
 }
 
-/* Return {platform: {name: capsule}}, for registration with XLA. For each platform whose driver is there. */
-static PyObject *handlers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  if (!is_loaded()) return NULL;
+/* Return {platform: value of the memory space}, for devices whose driver is there. `all`: for all devices. `host`: for
+ * the host, too. */
+static PyObject *of_spaces(PyObject *(*value)(const struct memory *), bool all, bool host) {
   PyObject *result = PyDict_New();
-  for (size_t i = 0; result != NULL && memory_spaces[i] != NULL; i++)
-    if (memory_open(memory_spaces[i]) == NULL &&
-        dict_put(result, memory_spaces[i]->platform, handlers_of(memory_spaces[i])) < 0)
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
+    if ((host || !(*space)->host) && (all || memory_open(*space) == NULL) &&
+        dict_put(result, (*space)->platform, value(*space)) < 0)
       Py_CLEAR(result);
   return result;
 }
 
-/* {platform: value of the memory space} for devices: of `all`, or of those whose driver is there. */
-static PyObject *of_devices(PyObject *(*value)(const struct memory *), bool all) {
-  PyObject *result = PyDict_New();
-  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
-    if (!(*space)->host && (all || memory_open(*space) == NULL) &&
-        dict_put(result, (*space)->platform, value(*space)) < 0)
-      Py_CLEAR(result);
-  return result;
+/* Return {platform: {name: capsule}}, for registration with XLA. For each platform whose driver is there. */
+static PyObject *handlers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
+  return is_loaded() ? of_spaces(handlers_of, false, true) : NULL;
 }
 
 static PyObject *why_not(const struct memory *space) { return Py_BuildValue("z", memory_open(space)); }
@@ -116,17 +111,21 @@ static PyObject *count_of(const struct memory *space) {
 static PyObject *has_flags(const struct memory *space) { return PyBool_FromLong(space->has_flags()); }
 
 /* Return {platform: None, or why its arrays cannot be communicated}. */
-static PyObject *drivers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return of_devices(why_not, true); }
+static PyObject *drivers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
+  return of_spaces(why_not, true, false);
+}
 
 /* Return {platform: number of devices that this process may use}. For each platform whose driver is there; 0 where the
  * driver finds none or refuses. */
 static PyObject *device_counts(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  return of_devices(count_of, false);
+  return of_spaces(count_of, false, false);
 }
 
 /* Return {platform: whether its driver has streams that wait for values in memory}. For each platform whose driver is
  * there. No device is asked. */
-static PyObject *flags(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) { return of_devices(has_flags, false); }
+static PyObject *flags(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
+  return of_spaces(has_flags, false, false);
+}
 
 /* Return bool: whether this process has loaded the library of a driver. */
 static PyObject *driver_loaded(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {

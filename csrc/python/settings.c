@@ -14,7 +14,6 @@ enum setting_kind {
   SETTING_INT,          /* int */
   SETTING_INT64,        /* int64_t */
   SETTING_ATOMIC_INT64, /* _Atomic int64_t */
-  SETTING_HANDLE,       /* intptr_t, an MPI handle */
   SETTING_OBJECT,       /* the object with a number in the registry */
   SETTING_TRANSPORT,    /* the name of a transport */
   SETTING_TEXT          /* const char *_Atomic, a copy that stays for ever */
@@ -45,7 +44,7 @@ static const struct setting of_process[] = {
     OF(runtime, several_threads, ATOMIC_BOOL), /* more than one thread of the program communicates */
     OF(runtime, check, ATOMIC_BOOL),           /* the ranks compare all their collectives; the same on all ranks */
     OF(runtime, labels, ATOMIC_BOOL),          /* messages have labels; the same on all ranks */
-    OF(runtime, channel, HANDLE),              /* a duplicate of COMM_WORLD for comparisons; 0: there is none */
+    OF(runtime, channel, INT64),               /* a duplicate of COMM_WORLD for comparisons; 0: there is none */
     OF(runtime, ends_on_error, ATOMIC_BOOL),   /* an operation that fails ends the job and does not raise */
     OF(runtime, log, ATOMIC_BOOL),             /* a line on stderr at the start and at the end of an operation */
     {NULL, 0, SETTING_BOOL},
@@ -93,9 +92,6 @@ static int set_integer(const struct setting *setting, void *member, long long va
       break;
     case SETTING_ATOMIC_INT64:
       atomic_store((_Atomic int64_t *)member, value);
-      break;
-    case SETTING_HANDLE:
-      *(intptr_t *)member = (intptr_t)value;
       break;
     case SETTING_OBJECT:
       if ((*(void **)member = registry_at(value)) == NULL) return fail_value(setting, "no object has this number");

@@ -72,7 +72,7 @@ static bool rest_a_while(void) {
 /* Poll without the lock. `often`: poll the long requests, too, and then pause. */
 static void poll_once(bool often) {
   pthread_mutex_unlock(&state.lock);
-  queue_match(NULL, NULL, 0);
+  queue_match();
   if (often) {
     state.work();
     nanosleep(&(struct timespec){0, PAUSE_NANOSECONDS}, NULL);

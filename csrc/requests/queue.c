@@ -20,16 +20,6 @@ static void count_more(atomic_int *number, int more) {
   atomic_store_explicit(number, atomic_load_explicit(number, memory_order_relaxed) + more, memory_order_release);
 }
 
-static void append_receive(struct receive *receive) {
-  struct receive **at = &first_posted;
-  while (*at != NULL) at = &(*at)->next;
-  *at = receive;
-  receive->next = NULL;
-  receive->state = RECEIVE_POSTED;
-  count_more(&receive->comm->queued, 1);
-  count_more(&queue_posted_count, 1);
-}
-
 static void remove_receive(struct receive *receive) {
   struct receive **at = &first_posted;
   while (*at != NULL && *at != receive) at = &(*at)->next;
@@ -156,8 +146,11 @@ static bool match_posted(struct receive *receive) {
   return there;
 }
 
-static void match_all(const struct communicator *comm) {
+/* --- for all threads --- */
+
+void queue_match(void) {
   struct receive *next;
+  pthread_mutex_lock(&lock);
   /* Unexpected messages came before the messages that MPI still has. */
   for (struct receive *receive = first_unexpected != NULL ? first_posted : NULL; receive != NULL; receive = next) {
     next = receive->next;
@@ -165,22 +158,20 @@ static void match_all(const struct communicator *comm) {
   }
   for (struct receive *receive = first_posted; receive != NULL; receive = next) {
     next = receive->next;
-    if (comm != NULL && receive->comm != comm) continue;
     while (receive->state == RECEIVE_POSTED && match_posted(receive)) continue;
   }
-}
-
-/* --- for all threads --- */
-
-static bool any_posted(const struct receive receives[], int count) {
-  bool posted = false;
-  for (int i = 0; i < count; i++) posted |= receives[i].state == RECEIVE_POSTED;
-  return posted;
+  pthread_mutex_unlock(&lock);
 }
 
 void queue_post(struct receive *receive) {
   pthread_mutex_lock(&lock);
-  append_receive(receive);
+  struct receive **at = &first_posted;
+  while (*at != NULL) at = &(*at)->next;
+  *at = receive;
+  receive->next = NULL;
+  receive->state = RECEIVE_POSTED;
+  count_more(&receive->comm->queued, 1);
+  count_more(&queue_posted_count, 1);
   pthread_mutex_unlock(&lock);
 }
 
@@ -204,23 +195,15 @@ bool queue_withdraw_alone(struct receive *receive) {
   return alone;
 }
 
-bool queue_match(const struct communicator *comm, const struct receive receives[], int count) {
-  pthread_mutex_lock(&lock);
-  match_all(comm);
-  bool posted = any_posted(receives, count);
-  pthread_mutex_unlock(&lock);
-  return posted;
-}
-
 void queue_await(struct receive *receive) {
   pthread_mutex_lock(&lock);
   receive->waited_for = true;
   pthread_mutex_unlock(&lock);
 }
 
-bool queue_has(const struct receive receives[], int count) {
+bool queue_has(const struct receive *receive) {
   pthread_mutex_lock(&lock);
-  bool posted = any_posted(receives, count);
+  bool posted = receive->state == RECEIVE_POSTED;
   pthread_mutex_unlock(&lock);
   return posted;
 }

@@ -67,15 +67,14 @@ bool queue_withdraw(struct receive *receive);
 /* Take a receive out if nothing else is posted. The thread that waits for it may then leave the matching to MPI. */
 bool queue_withdraw_alone(struct receive *receive);
 
-/* Match the messages that have come for posted receives, on one communicator or, with NULL, on all. Return whether
- * one of `receives` is still posted. Does not wait. */
-bool queue_match(const struct communicator *comm, const struct receive receives[], int count);
+/* Match the messages that have come for posted receives. Does not wait. */
+void queue_match(void);
 
 /* A thread waits for a receive from now on. It receives the message itself, unless MPI already receives it. */
 void queue_await(struct receive *receive);
 
-/* Return whether one of these receives is posted. */
-bool queue_has(const struct receive receives[], int count);
+/* Return whether a receive is posted. */
+bool queue_has(const struct receive *receive);
 
 /* Keep an unexpected message. False: no memory. */
 bool queue_add_unexpected(struct communicator *comm, const struct message_info *info);

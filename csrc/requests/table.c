@@ -150,23 +150,21 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   if (made == NULL) made = new_request(usual, handles, receives, &place);
   if (place < 0) return call_fail(call, FFI_INTERNAL, "too many requests that have not been waited for");
   if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a request");
-  made->block = NULL, made->data = bytes > 0 ? made->small : NULL;
-  if (bytes > sizeof made->small && !request_room(made, bytes, &made->data)) {
+  *made = (struct request){.place = made->place,
+                           .usual = made->usual,
+                           .run = ffi_run(call->frame),
+                           .operation = call->operation,
+                           .comm = call->comm,
+                           .batch = id->count / 2,
+                           .receive_count = receives,
+                           .handles = made->handles,
+                           .receives = made->receives};
+  if (bytes > 0 && !request_room(made, bytes, &made->data)) {
     free_request(made);
     return call_fail(call, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
   }
-  made->batch = id->count / 2;
-  made->operation = call->operation;
-  made->comm = call->comm;
-  made->is_long = false;
-  made->run = ffi_run(call->frame);
   memcpy(made->attributes, call->attributes, sizeof made->attributes);
-  memset(made->summary, 0, sizeof made->summary);
   summarize(call, made->summary);
-  made->type = NULL, made->count = 0, made->label = 0;
-  made->result = NULL, made->code = 0, made->function = NULL;
-  made->handle_count = 0; /* grows as operations are started */
-  made->receive_count = receives;
   memset(made->receives, 0, (size_t)receives * sizeof *made->receives);
   *request = made;
   return NULL;

@@ -29,17 +29,17 @@ struct request {
   const struct operation *operation;
   struct communicator *comm;
   int64_t attributes[MAX_ATTRIBUTES], summary[SUMMARY_WORDS];
-  const struct datatype *type; /* of the result */
-  int64_t count;               /* elements of the result */
-  int64_t batch;               /* arrays of the batch; 1 without one */
-  uint64_t label;              /* of a plan's messages */
-  struct block *block;         /* of memory, if `small` is not enough */
-  char *data;                  /* data to send or to receive, in `block` or `small`; NULL: none */
-  char *result;                /* in `data`; NULL: there is none, or it is a message */
-  int code;                    /* the first error of MPI since the request began */
-  const char *function;        /* the MPI function that returned `code` */
-  int handle_count, receive_count;
-  intptr_t *handles; /* MPI_Request */
+  const struct datatype *type;     /* of the result */
+  int64_t count;                   /* elements of the result */
+  int64_t batch;                   /* arrays of the batch; 1 without one */
+  uint64_t label;                  /* of a plan's messages */
+  struct block *block;             /* of memory, if `small` is not enough */
+  char *data;                      /* data to send or to receive, in `block` or `small`; NULL: none */
+  char *result;                    /* in `data`; NULL: there is none, or it is a message */
+  int code;                        /* the first error of MPI since the request began */
+  const char *function;            /* the MPI function that returned `code` */
+  int handle_count, receive_count; /* handles: of the operations that have been started so far */
+  intptr_t *handles;               /* MPI_Request */
   struct receive *receives;
   _Alignas(64) char small[64];
 };
@@ -56,9 +56,9 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
  * zeros, and the call's attribute `zero` allows that: see ops.def. */
 struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error);
 
-/* Return a number for the timeline, unique in this process. 0: the request has not begun. */
+/* Return a number for the timeline, unique in this process, of a request that has begun. */
 static inline int64_t request_number(const struct request *request) {
-  return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
+  return ((int64_t)request->generation << 24) + request->place;
 }
 
 /* An error has ended a run, so nobody can wait for the requests that it began. End the receives whose messages have

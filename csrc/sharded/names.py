@@ -23,9 +23,10 @@ def main() -> None:
     for library in pathlib.Path(jaxlib.__file__).parent.glob("*.so"):
         wanted.update(name.decode() for name in NAME.findall(library.read_bytes()))
     wanted -= set(re.findall(r"\bMPIABI_(\w+)", (HERE / "sharded.c").read_text()))
-    print("/* The names of MPItrampoline that XLA does not use, without MPIABI_ in front: made by names.py. */")
+    print("/* The names of MPItrampoline that XLA does not use, without MPIABI_ in front: made by names.py.")
+    print(" * C is a constant, F a function. */")
     names = sorted(wanted, key=lambda name: (is_function(name), name))
-    rows = " ".join(f"{'FUNCTION' if is_function(name) else 'CONSTANT'}({name})" for name in names)
+    rows = " ".join(f"{'F' if is_function(name) else 'C'}({name})" for name in names)
     print(textwrap.fill(rows, 120))
 
 

@@ -36,8 +36,8 @@ static _Noreturn void unexpected(const char *name) {
 }
 #define UNEXPECTED(name) \
   EXPORT int name(void) { unexpected(#name); }
-#define FUNCTION(name) UNEXPECTED(MPIABI_##name)
-#define CONSTANT(name) EXPORT const handle MPIABI_##name[2] = {0xdead, 0xdead}; /* an int is as good */
+#define F(name) UNEXPECTED(MPIABI_##name)
+#define C(name) EXPORT const handle MPIABI_##name[2] = {0xdead, 0xdead}; /* an int is as good */
 #include "sharded/names.def"
 UNEXPECTED(MPIXABI_Query_cuda_support)
 UNEXPECTED(MPIXABI_Query_hip_support)

@@ -86,7 +86,6 @@ SAME_SIZE(ffi_error_create_args, XLA_FFI_Error_Create_Args);
 SAME_START(ffi_error_destroy_args, XLA_FFI_Error_Destroy_Args);
 SAME_FIELD(ffi_error_destroy_args, error, XLA_FFI_Error_Destroy_Args, error);
 SAME_SIZE(ffi_error_destroy_args, XLA_FFI_Error_Destroy_Args);
-SAME_VALUE(FFI_UNKNOWN, XLA_FFI_Error_Code_UNKNOWN);
 SAME_VALUE(FFI_INVALID_ARGUMENT, XLA_FFI_Error_Code_INVALID_ARGUMENT);
 SAME_VALUE(FFI_FAILED_PRECONDITION, XLA_FFI_Error_Code_FAILED_PRECONDITION);
 SAME_VALUE(FFI_UNIMPLEMENTED, XLA_FFI_Error_Code_UNIMPLEMENTED);

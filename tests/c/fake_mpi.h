@@ -5,7 +5,7 @@
  *
  * One process plays one rank of a communicator of any size. The other ranks follow rules:
  *   allgather, gather, alltoall   rank r passes what this rank passes, with r - rank added to each byte (modulo 256);
- *                                 in an allgather, if `others` is set, what `others` makes of this rank's data
+ *                                 in an allgather, if `alike` is set, the same as this rank
  *   bcast, scatter                another root sends fake_byte(root, 0), fake_byte(root, 1), ...
  *   with counts                   another rank sends fake_byte(rank, 0), fake_byte(rank, 1), ...; of parts that must
  *                                 follow each other without gaps
@@ -55,8 +55,8 @@ struct fake_control {
   int most_inside;         /* most threads in MPI at one time, with linger_ms */
 
   /* Switches, off after a reset. */
-  bool hollow; /* no buffer is touched, so that counts may be huge and pointers invalid */
-  void (*others)(int rank, void *data);
+  bool hollow;          /* no buffer is touched, so that counts may be huge and pointers invalid */
+  bool alike;           /* in an allgather all ranks pass the same */
   atomic_int linger_ms; /* how long a call that communicates waits for a second thread to enter MPI */
   bool (*enough)(void); /* whether it has waited long enough; NULL: it has not */
   atomic_int slow;      /* calls of Test that find a request started from now on still under way */

@@ -176,7 +176,7 @@ ffi_error *frame_call(struct frame *frame, const char *operation) {
 }
 
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation) {
-  return memory_handlers(memory)[row_of(operation)](&frame->frame);
+  return memory->handlers[row_of(operation)](&frame->frame);
 }
 
 ffi_error *run_lists(const char *operation, const struct array in[], int in_count, const struct array out[],

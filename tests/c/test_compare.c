@@ -267,12 +267,6 @@ TEST(a_batch_on_some_ranks_is_named) {
         FFI_FAILED_PRECONDITION, "sent. What jax.vmap maps on one rank must be mapped on all");
 }
 
-static int64_t row_of(const char *operation) {
-  int64_t row = 0;
-  while (strcmp(operation_table[row].id, operation) != 0) row++;
-  return row;
-}
-
 /* What rank 2 tells in the place of this rank's allreduce. */
 static struct record other;
 static void tells_other(int rank, void *data) {
@@ -288,13 +282,13 @@ TEST(both_are_named) {
     struct record record;
     const char *text;
   } others[] = {
-      {{0, row_of("bcast"), 1, 0, 0, F64, 3, 0, 0}, "rank 2 calls bcast from root 0 of 3 float64 (a tangent)."},
-      {{0, row_of("scatter"), 2, 0, 2, F32, 4, 0, 0}, "rank 2 calls scatter from root 2 of 4 float32 (a cotangent)."},
-      {{0, row_of("gather"), 3, 0, 1, U8, 1, 0, 0}, "gather to root 1 of 1 uint8 (a value in a further derivative)."},
-      {{0, row_of("reduce"), 0, reduction("MAX"), 1, F64, 3, 0, 0}, "reduce MAX to root 1 of 3 float64 (a value)."},
-      {{0, row_of("scan"), 0, USERS_REDUCTION, -1, F64, 3, 0, 0}, "scan by a reduction of the user's of 3 float64"},
-      {{0, row_of("barrier"), 0, 0, -1, -1, 0, 0, 0}, "rank 2 calls barrier."},
-      {{4, row_of("barrier"), 0, 0, -1, -1, 0, 0, 0}, ", barrier."},
+      {{0, ROW_bcast, 1, 0, 0, F64, 3, 0, 0}, "rank 2 calls bcast from root 0 of 3 float64 (a tangent)."},
+      {{0, ROW_scatter, 2, 0, 2, F32, 4, 0, 0}, "rank 2 calls scatter from root 2 of 4 float32 (a cotangent)."},
+      {{0, ROW_gather, 3, 0, 1, U8, 1, 0, 0}, "gather to root 1 of 1 uint8 (a value in a further derivative)."},
+      {{0, ROW_reduce, 0, reduction("MAX"), 1, F64, 3, 0, 0}, "reduce MAX to root 1 of 3 float64 (a value)."},
+      {{0, ROW_scan, 0, USERS_REDUCTION, -1, F64, 3, 0, 0}, "scan by a reduction of the user's of 3 float64"},
+      {{0, ROW_barrier, 0, 0, -1, -1, 0, 0, 0}, "rank 2 calls barrier."},
+      {{4, ROW_barrier, 0, 0, -1, -1, 0, 0, 0}, ", barrier."},
       {{0, 99, 77, 1ll << 50, 1ll << 50, 1ll << 34, 3, 0, 0}, "rank 2 calls an unknown operation."},
   };
   for (size_t i = 0; i < sizeof others / sizeof *others; i++) {

@@ -104,16 +104,6 @@ TEST(mpi_judges_the_arguments) {
   CHECK_EQUAL(times_called("MPI_Wait"), 1); /* for what was sent */
 }
 
-/* An error must not keep the lock. */
-TEST(the_lock_is_released_after_an_error) {
-  runtime.serialize = true;
-  FOR_EACH (const struct usual *, usual, usuals) {
-    fail_in(usual, *calls_of(usual), 1);
-    if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
-  }
-  fake->reset();
-}
-
 TEST(a_text_longer_than_the_room_is_cut) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t big = INT64_MIN; /* as many characters as a number can have */

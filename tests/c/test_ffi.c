@@ -13,7 +13,7 @@ TEST(names_are_in_order) {
     for (int k = 0; k < i; k++) CHECK(strcmp(operation_table[k].id, row->id) != 0);
     for (int k = 1; k < row->attribute_count; k++)
       CHECK(strcmp(row->attributes[k - 1].name, row->attributes[k].name) < 0);
-    CHECK(memory_handlers(&memory_host)[i] != NULL);
+    CHECK(memory_host.handlers[i] != NULL);
   }
   CHECK(operation_table[OPERATION_COUNT].id == NULL);
 }
@@ -24,7 +24,7 @@ TEST(metadata_query_is_answered) {
     ffi_metadata_extension extension = {{sizeof extension, FFI_EXTENSION_METADATA, NULL}, &metadata};
     ffi_frame frame = {.struct_size = sizeof frame, .extension = &extension.base, .stage = FFI_STAGE_EXECUTE};
     context("%s", operation_table[i].id);
-    SUCCEEDS(memory_handlers(&memory_host)[i](&frame));
+    SUCCEEDS(memory_host.handlers[i](&frame));
     CHECK_EQUAL(metadata.version.major, 0);
     CHECK_EQUAL(metadata.version.minor, 1);
     CHECK_EQUAL(metadata.traits, 0);
@@ -51,7 +51,7 @@ TEST(only_execution_communicates) {
       /* No attribute or buffer may be looked at: they need not be there. */
       ffi_frame frame = {.struct_size = sizeof frame, .stage = *stage};
       context("%s in stage %d", operation_table[i].id, (int)*stage);
-      SUCCEEDS(memory_handlers(&memory_host)[i](&frame));
+      SUCCEEDS(memory_host.handlers[i](&frame));
     }
   CHECK_EQUAL(fake->call_count, 0);
 }

@@ -198,8 +198,6 @@ static void spoil(struct frame *f, int attributes) {
   if (once_in(5)) f->frame.operands.size = draw((uint32_t)f->frame.operands.size + 1);
 }
 
-static void alike(int rank, void *data) { (void)rank, (void)data; }
-
 static struct communicator *any_communicator(void) {
   int size = 1 + (int)draw(MOST_SIZE);
   struct communicator *comm = world((int)draw((uint32_t)size), size);
@@ -212,7 +210,7 @@ static struct communicator *any_communicator(void) {
   atomic_store(&runtime.labels, once_in(2));
   static const char *const functions[] = {"MPI_Allreduce",   "MPI_Mrecv",      "MPI_Isend",   "MPI_Wait",
                                           "MPI_Type_commit", "MPI_Iallreduce", "MPI_Improbe", "MPI_Test"};
-  fake->others = once_in(2) ? alike : NULL;
+  fake->alike = once_in(2);
   if (once_in(10)) fake->fail(functions[draw(sizeof functions / sizeof *functions)], 1 + (int)draw(2), 77);
   for (int source = 0; source < size; source++)
     if (once_in(2)) fake->deliver(comm->handle, source, (int)draw(3), pool, draw(MOST_ELEMENTS * 8));

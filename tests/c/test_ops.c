@@ -132,28 +132,28 @@ static void check_reduced(const unsigned char *result, const unsigned char *give
     if (!CHECK_EQUAL(result[i], (unsigned char)(given[i] + times))) return;
 }
 
+/* A reduction of `times` ranks to this one, also as root; zero if there are none. Twice: apart, and in place. */
 static void reduction_case(const struct share *s, const char *name, const char *function, int times) {
   unsigned char copy[ROOM];
-  FOR_VALUES (string, op, "SUM", "MIN") {
-    intptr_t handle = operation_handle(*op);
-    prepare();
-    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, out, s->count), COMM(s->comm), reduction(*op)));
-    const struct fake_call *call = only(function);
-    check_in(call, s, in);
-    check_out(call, s, out);
-    CHECK(call->op == handle);
-    check_reduced(out, in, s->bytes, times);
-    CHECK(is_blank(out, s->bytes, ROOM));
-
-    prepare(); /* in place */
-    memcpy(copy, in, ROOM);
-    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, in, s->count), COMM(s->comm), reduction(*op)));
-    call = only(function);
-    check_out(call, s, in);
-    CHECK(call->op == handle && call->in == fake->in_place);
-    check_reduced(in, copy, s->bytes, times);
-    CHECK_SAME(in + s->bytes, copy + s->bytes, ROOM - s->bytes);
-  }
+  FOR_VALUES (string, op, "SUM", "MIN")
+    for (int in_place = 0; in_place < 2; in_place++) {
+      unsigned char *result = in_place ? in : out;
+      prepare();
+      memcpy(copy, in, ROOM);
+      SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
+                   reduction(*op), s->rank));
+      const struct fake_call *call = only(function);
+      if (!in_place) check_in(call, s, in);
+      check_out(call, s, result);
+      CHECK(call->op == operation_handle(*op) && call->in == (in_place ? fake->in_place : in));
+      CHECK_EQUAL(call->peer, strcmp(name, "reduce") == 0 ? s->rank : 0);
+      if (times == 0)
+        CHECK(is_zero(result, 0, s->bytes));
+      else
+        check_reduced(result, copy, s->bytes, times);
+      CHECK_SAME(in + s->bytes, copy + s->bytes, ROOM - s->bytes);
+      CHECK(is_blank(out, in_place ? 0 : s->bytes, ROOM));
+    }
 }
 
 TEST_OF(for_all, allreduce_reduces) { reduction_case(s, "allreduce", "MPI_Allreduce", s->size); }
@@ -161,24 +161,7 @@ TEST_OF(for_all, allreduce_reduces) { reduction_case(s, "allreduce", "MPI_Allred
 TEST_OF(for_all, scan_reduces_up_to_this_rank) { reduction_case(s, "scan", "MPI_Scan", s->rank + 1); }
 
 /* The result of rank 0 is zero, whatever the library makes of it. */
-TEST_OF(for_all, exscan_reduces_the_ranks_before) {
-  for (int in_place = 0; in_place < 2; in_place++) {
-    unsigned char copy[ROOM], *result = in_place ? in : out;
-    prepare();
-    memcpy(copy, in, ROOM);
-    SUCCEEDS(RUN("exscan", ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
-                 reduction("MAX")));
-    const struct fake_call *call = only("MPI_Exscan");
-    check_out(call, s, result);
-    CHECK(call->in == (in_place ? fake->in_place : in));
-    if (s->rank == 0)
-      CHECK(is_zero(result, 0, s->bytes));
-    else
-      check_reduced(result, copy, s->bytes, s->rank);
-    CHECK_SAME(in + s->bytes, copy + s->bytes, ROOM - s->bytes);
-    CHECK(is_blank(out, in_place ? 0 : s->bytes, ROOM));
-  }
-}
+TEST_OF(for_all, exscan_reduces_the_ranks_before) { reduction_case(s, "exscan", "MPI_Exscan", s->rank); }
 
 /* By one call, and by a reduction for each rank where the counts are more than an int holds. */
 TEST_OF(for_all, reduce_scatter_reduces_a_block_for_each_rank) {
@@ -197,24 +180,8 @@ TEST_OF(for_all, reduce_scatter_reduces_a_block_for_each_rank) {
   CHECK(is_blank(out, s->bytes, ROOM));
 }
 
-static void reduce_on_root(const struct share *s, bool in_place) {
-  unsigned char copy[ROOM], *result = in_place ? in : out;
-  prepare();
-  memcpy(copy, in, ROOM);
-  SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
-               reduction("PROD"), s->rank));
-  const struct fake_call *call = only("MPI_Reduce");
-  check_out(call, s, result);
-  CHECK_EQUAL(call->op, operation_handle("PROD"));
-  CHECK_EQUAL(call->peer, s->rank);
-  CHECK(call->in == (in_place ? fake->in_place : in));
-  check_reduced(result, copy, s->bytes, s->size);
-  CHECK(is_blank(out, in_place ? 0 : s->bytes, ROOM));
-}
-
 TEST_OF(for_all, reduce_writes_on_root_alone) {
-  reduce_on_root(s, false);
-  reduce_on_root(s, true);
+  reduction_case(s, "reduce", "MPI_Reduce", s->size);
   for (int root = 0; root < s->size; root++) {
     if (root == s->rank) continue;
     prepare();
@@ -237,11 +204,6 @@ TEST_OF(for_all, send_passes_its_buffer) {
     check_in(call, s, in);
     check_envelope(call, dest, 1000 + dest);
   }
-}
-
-TEST(sending_to_no_one_is_left_to_mpi) {
-  SUCCEEDS(RUN("send", ARRAY(F32, in, 5), NONE, COMM(world(0, 2)), fake->proc_null, 3));
-  CHECK_EQUAL(only("MPI_Send")->peer, fake->proc_null);
 }
 
 /* Ranks and tags that are known at run time: those that are TRACED in the program, in the order of the attributes. */

@@ -187,37 +187,6 @@ TEST(numbers_must_describe_a_plan) {
   CHECK(!is_plan(&n));
 }
 
-/* Elements 0 and 2 are added to elements 4 and, by a stride of 0, to 4 again. */
-static struct plan *adding(int64_t bytes) {
-  struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, 1, 1, 0, 2 * bytes, 0, 0, 0, 1, 1, 1, 0, B, B);
-  PUT(&n, 0, 0, 0, bytes, 0, 0, 0, 1, 2, 2 * bytes);
-  PUT(&n, 0, 0, 0, bytes, 0, 0, 0, 1, 2, 2 * bytes); /* and cleared */
-  PUT(&n, 0, 0, 4 * bytes, bytes, 0, 0, 0, 1, 2, 0);
-  return planned(&n);
-}
-
-#define ADDS(code, type, FROM)                                                                                     \
-  do {                                                                                                             \
-    type x[B], y[B], right[] = {FROM(0), FROM(2), FROM(0), FROM(4), FROM(9)};                                      \
-    for (int i = 0; i < B; i++) x[i] = FROM((float)(i + 1));                                                       \
-    SUCCEEDS(RUN("exchange", ARRAY(code, x, B), ARRAY(code, y, B), COMM(comm), COMM(adding((int64_t)sizeof *x)))); \
-    CHECK_SAME(y, right, sizeof y);                                                                                \
-  } while (0)
-
-TEST(what_is_added) {
-#define PLAIN(x) x
-  ADDS(F32, float, PLAIN);
-  ADDS(F64, double, PLAIN);
-  ADDS(F16, uint16_t, float16_from_float);
-  ADDS(BF16, uint16_t, bfloat16_from_float);
-#define IMAGINARY(x) ((x) * (1.0 + 2.0 * I))
-#define NARROW(x)    ((float _Complex)IMAGINARY(x))
-  ADDS(C128, double _Complex, IMAGINARY);
-  ADDS(15, float _Complex, NARROW);
-  CHECK_EQUAL(communications(), 0);
-}
-
 /* --- long messages --- */
 
 enum { MOST_BYTES = 1 << 16, GUARD = 64 };
@@ -427,35 +396,36 @@ static double combined(enum combination how, double a, double b) {
   return how == COMBINE_SUM ? a + b : how == COMBINE_MAX ? (a > b ? a : b) : a < b ? a : b;
 }
 
-/* Rows of one element or of two, of which one receives twice. */
-TEST(listed_rows_are_combined) {
-  static const int64_t to[] = {3, 1, 3};
+/* Rows of one element or of two, of which one receives twice, by a list, or all, by a stride of 0. */
+TEST(rows_are_combined) {
+  static const int64_t to[][3] = {{4, 4, 4}, {3, 1, 3}};
   enum { COUNT = 5, GIVEN = 3 };
-  const struct indices *list = listed(to, GIVEN);
+  const struct indices *list = listed(to[1], GIVEN);
   FOR_VALUES (int, code, BOOL, 2, S16, S32, 5, U8, 7, 8, 9, F16, F32, F64, 15, BF16, C128)
     for (enum combination how = COMBINE_SUM; how < COMBINATIONS; how++)
-      for (int width = 1; width <= 2; width++) {
+      for (int way = 0; way < 4; way++) {
+        const int width = 1 + way / 2, by_list = way % 2;
         const struct datatype *type = datatype_find(*code);
         const bool is_complex = *code == 15 || *code == C128, is_truth = *code == BOOL;
         const bool possible = how == COMBINE_SUM ? !is_truth : !is_complex;
         const int64_t bytes = (int64_t)type->bytes, length = width * bytes, elements = COUNT * width;
         unsigned char x[2 * COUNT * 16], y[sizeof x], right[sizeof x];
         double values[2 * COUNT], results[2 * COUNT];
-        context("%s, combination %d, rows of %d", type->name, (int)how, width);
+        context("%s, combination %d, rows of %d, by a list: %d", type->name, (int)how, width, by_list);
         prepare();
         for (int i = 0; i < elements; i++) {
           results[i] = values[i] = is_truth ? i % 3 == 1 : (i * 7 + 3) % 11 - (*code > 5 && *code < 10 ? 0 : 4);
           put_number(*code, x + i * bytes, values[i]);
         }
         for (int i = 0; i < GIVEN * width; i++) { /* the first rows */
-          double *its = &results[to[i / width] * width + i % width];
+          double *its = &results[to[by_list][i / width] * width + i % width];
           *its = combined(how, *its, values[i]);
         }
         for (int i = 0; i < elements; i++) put_number(*code, right + i * bytes, results[i]);
         struct numbers n = {.count = 0};
         PUT(&n, SIGNATURE, 1, (int64_t)how, 0, GIVEN * length, 0, 0, 0, 1, 0, 1, 0, elements, elements);
         PUT(&n, 0, 0, 0, GIVEN * length, 0, 0, 0, 0);
-        PUT(&n, 0, 0, 0, length, 0, 0, COMM(list), 1, GIVEN, length);
+        PUT(&n, 0, 0, by_list ? 0 : 4 * length, length, 0, 0, by_list ? COMM(list) : 0, 1, GIVEN, by_list ? length : 0);
         const struct plan *plan = planned(&n);
         ffi_error *error =
             RUN("exchange", ARRAY(*code, x, elements), ARRAY(*code, y, elements), COMM(comm), COMM(plan));

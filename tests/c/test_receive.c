@@ -78,13 +78,6 @@ TEST_THROUGH(at_each_limit, a_message_that_fits_arrives, void) {
     }
 }
 
-TEST_THROUGH(at_each_limit, a_scalar_is_received, void) {
-  deliver(0, 0, 8);
-  SUCCEEDS(RUN("recv", NONE, SCALAR(F64, out), COMM(world(1, 4)), 0, 0, 0));
-  CHECK_SAME(out, message, 8);
-  CHECK(is_blank(out, 8, ROOM));
-}
-
 TEST(source_and_tag_choose) {
   fake->deliver(world(1, 4)->handle, 0, 5, message, 4);
   fake->deliver(world(1, 4)->handle, 2, 5, message + 4, 4);
@@ -268,12 +261,6 @@ TEST_THROUGH(at_each_limit, sendrecv_of_two_types, void) {
     FAILS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
           datatype_find(received)->name, "truncated");
   }
-}
-
-TEST_THROUGH(at_each_limit, sendrecv_with_oneself, void) {
-  SUCCEEDS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(0, 1)), 0, 5, 5, 0, 0));
-  CHECK_SAME(out, in, 4 * N);
-  CHECK(is_blank(out, 4 * N, ROOM));
 }
 
 TEST_THROUGH(at_each_limit, sendrecv_with_nobody, void) {
