@@ -9,6 +9,7 @@ A staggered field has one point more along an axis, and adjacent blocks share a 
 it, except for the last point of the axis, and each block that contains it receives it.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ class Place:
     target_axes: tuple[int, ...]
     """As `axes`, of the target array: the same axes, perhaps in another order."""
     staggered: tuple[bool, ...]
-    """Along which axes of the grids the field is staggered."""
+    """Whether the field is staggered along each axis of the grids."""
     name: str
     """The name of the field, which the ranks compare."""
 
@@ -83,8 +84,8 @@ class Redistribution(Pattern):
     target: Division
 
     def behind(self, place: Place, axes: int) -> Place:
-        both = (tuple(axis - axes for axis in chosen) for chosen in (place.axes, place.target_axes))
-        return Place(*both, place.staggered, place.name)
+        shifted = [tuple(axis - axes for axis in chosen) for chosen in (place.axes, place.target_axes)]
+        return dataclasses.replace(place, axes=shifted[0], target_axes=shifted[1])
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0
