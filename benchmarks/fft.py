@@ -89,14 +89,17 @@ def alone(work):
 
     transform = Transform(work.grid, real=work.real)
 
+    def block(x, grid, step):
+        return x.reshape([grid.local_shape[axis] for axis in step.order])
+
     def forward(x):
         for step in transform._steps:
-            x = transform._to_modes(x.reshape(step.target.local_shape), step)
+            x = transform._to_modes(block(x, step.target, step), step)
         return x
 
     def backward(y):
         for step in transform._steps[::-1]:
-            y = transform._to_points(y.reshape(step.result.local_shape), step)
+            y = transform._to_points(block(y, step.result, step), step)
         return y.reshape(work.grid.local_shape)
 
     run = looped(lambda x, once: backward(forward(x)), work.steps, jit=jax.jit)
