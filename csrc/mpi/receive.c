@@ -1,5 +1,7 @@
 #include "mpi/receive.h"
 
+#include <stdio.h>
+
 int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
   MPI_Count large = ABI_UNDEFINED;
   int small = ABI_UNDEFINED;
@@ -132,11 +134,15 @@ ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Mess
 }
 
 ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t bytes) {
+  char sizes[80] = "";
+  if (bytes != peer->bytes)
+    snprintf(sizes, sizeof sizes, " (%" PRId64 " bytes, where %" PRId64 " of this call were expected)", bytes,
+             peer->bytes);
   return call_fail(
       c, FFI_FAILED_PRECONDITION,
-      "rank %d has sent something else (%" PRId64 " bytes, where %" PRId64
-      " of this call were expected). All ranks must make the same calls in the same order, with arrays of the same "
+      "rank %d has sent something else%s. All ranks must make the same calls in the same order, with arrays of the "
+      "same "
       "dtypes and global shapes, and the same arguments. What jax.vmap maps on one rank must be mapped on all. "
       "JAXMPI_CHECK=1 reports where they differ, before anything is sent",
-      peer->rank, bytes, peer->bytes);
+      peer->rank, sizes);
 }

@@ -434,8 +434,8 @@ def _each(values: Any, count: int, function: str, what: str) -> list[Any]:
 def _lengths(lengths: Any, count: int) -> list[float]:
     listed = _each(lengths, count, "Transform.wavenumbers", "lengths")
     with contextlib.suppress(TypeError, ValueError):  # not a number, or a traced value
-        numbers = [float(length) for length in listed]
-        if all(0 < length < math.inf for length in numbers):
+        numbers = [float(length) for length in listed if not isinstance(length, str)]
+        if len(numbers) == count and all(0 < length < math.inf for length in numbers):
             return numbers
     raise ValueError(
         f"Transform.wavenumbers: lengths is {lengths!r}. Pass a positive number that is not traced, or one for each "
@@ -448,7 +448,10 @@ def _factors(pad: Any, count: int) -> list[float]:
     for factor in factors:
         is_number = isinstance(factor, int | float | np.integer | np.floating) and not isinstance(factor, bool)
         if not is_number or not 1 <= factor < math.inf:
-            raise ValueError(f"Transform: pad is {pad!r}. Pass a number from 1 on, such as 3/2, or one for each axis.")
+            raise ValueError(
+                f"Transform: pad is {pad!r}. Pass a Python or NumPy number from 1 on, such as 3/2, or one for each "
+                "axis."
+            )
     return factors
 
 

@@ -649,8 +649,9 @@ TEST(any_message_may_be_wrong) {
         const int queued = way == 1;
         if (elements_of(rank) + *its <= 0) continue;
         char text[64];
-        snprintf(text, sizeof text, "rank %d has sent something else (%d bytes", rank,
-                 (int)(bytes_of(rank) + 8 * *its));
+        int length = snprintf(text, sizeof text, "rank %d has sent something else", rank);
+        if (*its != 0)
+          snprintf(text + length, sizeof text - (size_t)length, " (%d bytes", (int)(bytes_of(rank) + 8 * *its));
         deliver_many(rank, *its);
         fake->backwards = way == 2; /* so that others have come before it is written over them */
         atomic_fetch_add(&comm->queued, queued);

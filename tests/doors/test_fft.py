@@ -408,7 +408,7 @@ BAD = [
     (lambda g, x: fft.fftn("text", g), TypeError, "must hold JAX arrays"),
     (lambda g, x: fft.rfftn(x.astype("bfloat16"), g), TypeError, "bfloat16, which has no Fourier transform"),
     (lambda g, x: fft.fftn(x.astype("float16"), g), TypeError, "Convert it first"),
-    (lambda g, x: fft.Transform(g, pad=True), ValueError, "^Transform: pad is True. Pass a number from 1 on"),
+    (lambda g, x: fft.Transform(g, pad=True), ValueError, "^Transform: pad is True. Pass a Python or NumPy number"),
     (lambda g, x: fft.Transform(g, axes=(0, 1.0)), TypeError, "^Transform: axes must be"),
     (lambda g, x: fft.Transform(g, axes=True), TypeError, "^Transform: axes must be"),
     (lambda g, x: fft.Transform(g).forward("text"), TypeError, "^Transform.forward: x must"),

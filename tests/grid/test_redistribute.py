@@ -286,9 +286,9 @@ BAD = [
     (
         lambda s, t, x: jaxmpi.redistribute(x[None], s, t, target_axes=(0, 1)),
         ValueError,
-        "Pass the same axes in another",
+        "belong to the grids: (1, 2). Pass these",
     ),
-    (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_axes="xy"), TypeError, "target_axes"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_axes={0, 1}), TypeError, "must be a tuple or list"),
     (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_width=-1), ValueError, "0 or more"),
     (lambda s, t, x: jaxmpi.redistribute("text", s, t), TypeError, "must hold JAX arrays"),
     (lambda s, t, x: jaxmpi.iredistribute([x] * 101, s, t), ValueError, "at most 100"),

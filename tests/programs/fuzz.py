@@ -44,7 +44,7 @@ def arguments():
     parser.add_argument("--forgotten", type=float, default=0, help="how likely ranks never wait for something")
     parser.add_argument("--used", action="store_true", help="every result is used on every rank, as JAX 0.6 needs")
     parser.add_argument("--documented", action="store_true", help="leave out what docs/autodiff.md excludes")
-    parser.add_argument("--seconds", type=float, default=40, help="after which a program without progress hangs")
+    parser.add_argument("--seconds", type=float, default=300, help="after which a program without progress hangs")
     parser.add_argument("--show", action="store_true", help="print the programs, run nothing")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="find a smaller program that fails as this one")
     parser.add_argument("--file", help="run the program and check in this file, which --shrink writes")

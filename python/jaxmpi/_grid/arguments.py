@@ -66,6 +66,8 @@ def axis(value: Any, dimensions: int, function: str) -> int:
 
 
 def axes(values: Any, function: str, what: str = "axes") -> list[int]:
+    if not is_listed(values) and not isinstance(values, int | np.integer):
+        raise TypeError(f"{function}: {what} must be a tuple or list of integers, got {values!r:.60}.")
     return [_index(value, function, what) for value in (values if is_listed(values) else [values])]
 
 

@@ -31,10 +31,10 @@ class Grid(communicators.Local):
     """Processes in a Cartesian grid, each with a block of global arrays.
 
     Args:
-      processes: how many along each axis, for example `(2, 3)`. For 0 a number is chosen, as by MPI_Dims_create. The
-        product is the number of ranks of the communicator. Rank 0 is at (0, 0), rank 1 at (0, 1): the last axis varies
-        fastest, as in MPI_Cart_create. None: as in `comm`, a Cartesian communicator. Other numbers than in `comm` give
-        another division among the same ranks.
+      processes: how many along each axis, for example `(2, 3)`. Six axes at most. For 0 a number is chosen, as by
+        MPI_Dims_create. The product is the number of ranks of the communicator. Rank 0 is at (0, 0), rank 1 at (0, 1):
+        the last axis varies fastest, as in MPI_Cart_create. None: as in `comm`, a Cartesian communicator. Other numbers
+        than in `comm` give another division among the same ranks.
       shape: cells of the global arrays along each axis. A process has a contiguous block of them. If an axis cannot be
         divided evenly, the first processes have one cell more. For blocks of other sizes an axis may be a sequence with
         a size for each process along it. None: blocks and exchanges are not possible, neighbours are.

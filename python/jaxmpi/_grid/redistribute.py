@@ -43,9 +43,10 @@ def redistribute(
         the same order.
       axes: which axes of the arrays belong to the grids, in their order. None: the last ones. Other axes, in front,
         between or behind, are kept.
-      target_axes: which axes of the returned blocks belong to the grids, in their order: the axes of `axes` in any
-        order. None: as `axes`. The operation writes this order at no further cost. With `(-1, -3, -2)` the first axis
-        of a grid of three lies last in the returned blocks, contiguous in memory; `axes=(-1, -3, -2)` takes them back.
+      target_axes: as `axes`, for the blocks that are returned: `target_axes[i]` is the place of axis i of the grids,
+        as in `numpy.moveaxis`. The axes of `axes`, in any order; other axes keep their places. None: as `axes`. The
+        operation writes this order at no further cost. With `(-1, -3, -2)` the first axis of a grid of three lies last,
+        contiguous in memory. Pass these places as `axes=` when you give the blocks to another call.
       source_width: width of the halo of the blocks that are passed, static, as in `Grid.exchange`. It is not read.
       target_width: width of the halo of zeros around the blocks that are returned, static. `target.exchange` fills it.
 
@@ -115,8 +116,8 @@ def _checked(
             arriving = source._axes_of(x.shape, operation, name, target_axes, "target_axes")
             if {*arriving} != {*cut.axes}:
                 raise ValueError(
-                    f"{operation}: target_axes is {target_axes}, but the grid has the axes {cut.axes} of {name}. Pass "
-                    "the same axes in another order."
+                    f"{operation}: target_axes is {target_axes}, which are not the axes of {name} that belong to the "
+                    f"grids: {tuple(axis % x.ndim for axis in cut.axes)}. Pass these in another order."
                 )
         per_array.append(Place(cut.axes, arriving, tuple(map(bool, cut.staggered)), name))
     pattern = Redistribution(source._comm.rank, *divisions)
