@@ -27,6 +27,11 @@ class Sign(NamedTuple):
     text: str
 
 
+def _written(node: ast.expr) -> str:
+    """Return the text of `a` or `a.b`, and another text for any other expression."""
+    return f"{_written(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
 def _signs(tree: ast.Module) -> Iterator[Sign]:
     nodes = list(ast.walk(tree))
     named: dict[str, str] = {}  # the functions of mpi4jax, as the script's imports name them
@@ -36,7 +41,7 @@ def _signs(tree: ast.Module) -> Iterator[Sign]:
             named |= {f"{package}.{function}": function for package in packages for function in FUNCTIONS}
         elif isinstance(node, ast.ImportFrom) and node.module == "mpi4jax":
             named |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in FUNCTIONS}
-    called = {node: named.get(ast.unparse(node.func)) for node in nodes if isinstance(node, ast.Call)}
+    called = {node: named.get(_written(node.func)) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         if isinstance(node, ast.Call) and called[node] and any(given.arg == "token" for given in node.keywords):
             yield Sign(True, node.lineno, True, f"passes token= to mpi4jax.{called[node]}")

