@@ -285,39 +285,31 @@ class Transform(Local):
         """Do the local transforms of a step."""
         waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
         if x.size == 0 or 0 in step.result.local_shape:
-            return self._empty(x, step, step.result, bool(waves))
+            return _empty(x, step.result, step.order, bool(waves))
         real = self._halved in waves
         for axes in _together(waves):
-            places = [step.order.index(axis) - len(step.order) for axis in axes]
+            places = _places(axes, step.order)
             transform = jnp.fft.rfftn if real and axes[-1] == self._halved else jnp.fft.fftn
             x = transform(x, axes=places, norm=self._local_norm)
             for axis, place in zip(axes, places, strict=True):
                 x = self._cut(x, axis, place)
-        for axis in [axis for axis in step.axes if axis not in waves]:
-            x = _half_waves(x, self._kinds[axis], step.order.index(axis) - len(step.order), self._norm, False)
+        for axis, place in zip(step.axes, _places(step.axes, step.order), strict=True):
+            if axis not in waves:
+                x = _half_waves(x, self._kinds[axis], place, self._norm, False)
         return x
-
-    def _empty(self, x: jax.Array, step: _Step, grid: Grid, waves: bool) -> jax.Array:
-        """Return a block without cells of another division, complex after a Fourier transform, because JAX has no
-        transforms of an empty block. It depends on `x`, so that it is mapped and differentiated as on other ranks."""
-        if waves:
-            x = x.astype(np.result_type(x.dtype, np.complex64))
-        front = x.ndim - len(step.order)
-        sizes = (*x.shape[:front], *(grid.local_shape[axis] for axis in step.order))
-        config = [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)]
-        return jax.lax.pad(x, jnp.zeros((), x.dtype), config)
 
     def _to_points(self, y: jax.Array, step: _Step) -> jax.Array:
         """Do the inverse of `_to_modes`."""
         waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
         real = self._halved in waves
         if y.size == 0 or 0 in step.target.local_shape:
-            y = self._empty(y, step, step.target, bool(waves))
+            y = _empty(y, step.target, step.order, bool(waves))
             return y.real if real else y
-        for axis in [axis for axis in step.axes if axis not in waves]:
-            y = _half_waves(y, self._kinds[axis], step.order.index(axis) - len(step.order), self._norm, True)
+        for axis, place in zip(step.axes, _places(step.axes, step.order), strict=True):
+            if axis not in waves:
+                y = _half_waves(y, self._kinds[axis], place, self._norm, True)
         for axes in _together(waves)[::-1]:
-            places = [step.order.index(axis) - len(step.order) for axis in axes]
+            places = _places(axes, step.order)
             for axis, place in zip(axes, places, strict=True):
                 y = self._widen(y, axis, place)
             if real and axes[-1] == self._halved:
@@ -368,14 +360,21 @@ class Transform(Local):
         return y / self._scale(axis)
 
 
+def _places(axes: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return where axes of the grid lie in arrays of this order, from the end."""
+    return [order.index(axis) - len(order) for axis in axes]
+
+
 def _moved(
     arrays: list[Any], source: Grid, order: tuple[int, ...], target: Grid, target_order: tuple[int, ...]
 ) -> list[Any]:
     """Return blocks in another order, and of another division unless it is the same."""
-    places = [[chosen.index(axis) - len(chosen) for axis in range(len(chosen))] for chosen in (order, target_order)]
-    if source is not target:
-        return redistribute(arrays, source, target, axes=places[0], target_axes=places[1])
-    return [jnp.moveaxis(x, *places) for x in arrays]
+    if source is target and order == target_order:
+        return arrays
+    here, there = (_places(range(len(order)), each) for each in (order, target_order))
+    if source is target:
+        return [jnp.moveaxis(x, here, there) for x in arrays]
+    return redistribute(arrays, source, target, axes=here, target_axes=there)
 
 
 def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) -> jax.Array:
@@ -397,6 +396,16 @@ def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) ->
     if norm == "forward":
         x = x * (2 * n) if inverse else x / (2 * n)
     return x
+
+
+def _empty(x: jax.Array, grid: Grid, order: Sequence[int], waves: bool) -> jax.Array:
+    """Return a block without cells of another division, complex after a Fourier transform, because JAX has no
+    transforms of an empty block. It depends on `x`, so that it is mapped and differentiated as on other ranks."""
+    if waves:
+        x = x.astype(np.result_type(x.dtype, np.complex64))
+    front = x.ndim - len(order)
+    sizes = (*x.shape[:front], *(grid.local_shape[axis] for axis in order))
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)])
 
 
 def _together(axes: Sequence[int]) -> list[Sequence[int]]:

@@ -60,8 +60,9 @@ def redistribute(
       jax.errors.JaxRuntimeError: at run time, on each rank that receives a message of another call: the ranks passed
         other fields or grids, or called in another order. With `JAXMPI_CHECK=1` on all ranks, before anything is sent.
     """
-    places = axes, target_axes
-    arrays, structure, params = _checked("redistribute", fields, source, target, places, source_width, target_width)
+    arrays, structure, params = _checked(
+        "redistribute", fields, source, target, axes, target_axes, source_width, target_width
+    )
     return jax.tree.unflatten(structure, redistribute_p.apply_to_all(params, arrays))
 
 
@@ -85,8 +86,9 @@ def iredistribute(
 
     Raises: as `redistribute` while tracing. `wait` raises the errors at run time.
     """
-    places = axes, target_axes
-    arrays, structure, params = _checked("iredistribute", fields, source, target, places, source_width, target_width)
+    arrays, structure, params = _checked(
+        "iredistribute", fields, source, target, axes, target_axes, source_width, target_width
+    )
     return start_exchange("iredistribute", params, arrays, structure, redistribute_start_p)
 
 
@@ -95,7 +97,8 @@ def _checked(
     fields: Any,
     source: Grid,
     target: Grid,
-    places: tuple[Sequence[int] | None, Sequence[int] | None],
+    axes: Sequence[int] | None,
+    target_axes: Sequence[int] | None,
     source_width: Width,
     target_width: Width,
 ) -> tuple[list[Any], Any, Planned]:
@@ -107,7 +110,6 @@ def _checked(
     divisions = [Division(grid._layout, width) for grid, width in zip((source, target), widths, strict=True)]
     expected = [size + sum(pair) for size, pair in zip(source.local_shape, widths[0], strict=True)]
     advice = " Pass the block by the source grid; source_width= gives the halo, axes= the axes that are the grid's."
-    axes, target_axes = places
     per_array = []
     for x, name in zip(arrays, names, strict=True):
         cut = source._cut(x.shape, axes, expected, operation, name, advice)
