@@ -148,19 +148,19 @@ def is_of_all(boundary: Any) -> bool:
     return boundary is None or jax.tree_util.all_leaves([boundary])
 
 
-def widths(width: Any, dimensions: int, function: str) -> Widths:
+def widths(width: Any, dimensions: int, function: str, what: str = "width") -> Widths:
     listed = list(width) if is_listed(width) else [width] * dimensions
     if len(listed) != dimensions:
         raise ValueError(
-            f"{function}: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
+            f"{function}: {what} is {width}: the grid has {dimensions} axes, pass one number or one for each."
         )
     widths = []
     for entry in listed:
-        pair = integers(entry, function, "width")
+        pair = integers(entry, function, what)
         pair = pair * 2 if not is_listed(entry) else pair
         if len(pair) != 2 or min(pair) < 0:
             raise ValueError(
-                f"{function}: width is {width}: pass for each axis a number of cells (0 or more), or (before, behind)."
+                f"{function}: {what} is {width}: pass for each axis a number of cells (0 or more), or (before, behind)."
             )
         widths.append((pair[0], pair[1]))
     return tuple(widths)

@@ -106,7 +106,8 @@ def _checked(
     check_grids(operation, source, target)
     arrays, names, structure = arguments.leaves(fields, operation, "fields")
     dimensions = len(source.processes)
-    widths = [checks.widths(width, dimensions, operation) for width in (source_width, target_width)]
+    named = {"source_width": source_width, "target_width": target_width}
+    widths = [checks.widths(width, dimensions, operation, name) for name, width in named.items()]
     divisions = [Division(grid._layout, width) for grid, width in zip((source, target), widths, strict=True)]
     expected = [size + sum(pair) for size, pair in zip(source.local_shape, widths[0], strict=True)]
     advice = " Pass the block by the source grid; source_width= gives the halo, axes= the axes that are the grid's."
