@@ -53,9 +53,8 @@ _device = simulated.Device() if simulated.TRANSPORT else None
 def pytest_configure(config):
     drawing.brief = config.getoption("brief")
     rows.apart = bool(config.getoption("keyword"))
-    if (
-        jax.default_backend() != "cpu"
-    ):  # there computations fail after their calls have returned, and the next one warns
+    if jax.default_backend() != "cpu" or simulated.TRANSPORT:
+        # There computations fail after their calls have returned, and the next one warns.
         config.addinivalue_line("filterwarnings", "ignore:jaxmpi. an earlier computation failed")
     if RANK > 0:
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden

@@ -42,7 +42,6 @@ struct call {
   struct communicator *comm;
   const struct memory *memory; /* that MPI's buffers lie in */
   void *stream;                /* XLA's; NULL for the host */
-  char *messages;              /* of a plan: where the transport composes and unpacks messages; NULL otherwise */
   const struct call *leaves;   /* of a call with joined buffers: as XLA made it; NULL otherwise */
   const char *function;        /* MPI function, for errors and the log */
   struct division division;

@@ -12,9 +12,7 @@
 
 struct indices {
   int64_t count;
-  int64_t runs;   /* of indices, each equal to the one before it plus 1 */
-  bool ascending; /* each is greater than the one before it, so that none occurs twice */
-  bool wide;      /* 64 bits each; otherwise 32 */
+  bool wide; /* 64 bits each; otherwise 32 */
   int64_t values[];
 };
 
@@ -24,8 +22,5 @@ struct indices *indices_make(const int64_t *values, size_t count);
 static inline int64_t index_at(const struct indices *list, int64_t i) {
   return list->wide ? list->values[i] : ((const int32_t *)(const void *)list->values)[i];
 }
-
-/* How many indices from `i` on are each equal to the one before plus 1: at least 1. */
-int64_t indices_run(const struct indices *list, int64_t i);
 
 #endif

@@ -84,6 +84,9 @@ static void find_streams(struct plan *plan) {
       peer->streams |= plan->packs[next].streams = box_streams(&plan->packs[next], peer->bytes);
 }
 
+/* The number of operands of a call, and the number of results. */
+static int buffers_of(const struct plan *plan) { return is_of_messages(plan) ? 1 : plan->arrays; }
+
 struct plan *plan_make(const int64_t *numbers, size_t count) {
   struct reader reader = {numbers, numbers + count};
   struct plan *plan = calloc(1, sizeof *plan);
@@ -93,7 +96,7 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
 #undef SET
   size_t peers = (size_t)plan->send_count + (size_t)plan->receive_count;
   size_t boxes = (size_t)plan->pack_count + (size_t)plan->fill_count + (size_t)plan->unpack_count;
-  size_t arrays = 2 * (size_t)plan->arrays;
+  size_t arrays = 2 * (size_t)buffers_of(plan);
   int64_t *elements = calloc(arrays + 1, sizeof *elements);
   plan->elements = elements;
   plan->sends = calloc(peers + 1, sizeof *plan->sends);
@@ -109,7 +112,8 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     valid &=
         take_peers(&reader, plan->receives, plan->receive_count, &plan->announced_receives, plan->sent, plan->received);
     whole = valid && take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
-            plan->combines < COMBINATIONS && are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
+            plan->combines < COMBINATIONS && (boxes == 0 || !is_of_messages(plan)) &&
+            are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
             (plan->combines || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));
   }
   if (whole) {
@@ -132,12 +136,12 @@ const struct plan *plan_of(const struct call *call) {
 /* --- a call --- */
 
 ffi_error *plan_check(const struct call *call, const struct plan *plan, bool results) {
-  bool same =
-      call->first[1] - call->first[0] == plan->arrays && (!results || call->first[2] - call->first[1] == plan->arrays);
-  for (int i = 0; i < plan->arrays && same; i++) {
+  int count = buffers_of(plan);
+  bool same = call->first[1] - call->first[0] == count && (!results || call->first[2] - call->first[1] == count);
+  for (int i = 0; i < count && same; i++) {
     const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
     same = in->count == plan->elements[i] &&
-           (!results || (out->count == plan->elements[plan->arrays + i] && in->type == out->type &&
+           (!results || (out->count == plan->elements[count + i] && in->type == out->type &&
                          (!plan->combines || box_combines(plan->combines, in->type))));
   }
   return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
@@ -145,8 +149,8 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan, bool res
 
 ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
   ffi_error *error = NULL;
-  if (plan->begin == BEGINS_COVERED) return NULL;
-  for (int i = 0; i < plan->arrays && error == NULL; i++) {
+  if (plan->begin == BEGINS_COVERED || is_of_messages(plan)) return NULL;
+  for (int i = 0; i < buffers_of(plan) && error == NULL; i++) {
     const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
     if (out->count == 0 || (in->data == out->data && plan->begin == BEGINS_AS_OPERANDS)) continue;
     if (plan->begin == BEGINS_AS_ZERO)
@@ -226,7 +230,7 @@ void plan_unpack(const struct call *call, const struct plan *plan, const char *s
 }
 
 void plan_spoil(const struct call *call, const struct plan *plan) {
-  for (int i = 0; i < plan->arrays && plan->begin != BEGINS_AS_OPERANDS; i++) {
+  for (int i = 0; i < buffers_of(plan) && plan->begin != BEGINS_AS_OPERANDS; i++) {
     const struct buffer *out = plan_result(call, i);
     if (out->count > 0) memset(out->data, 0xff, buffer_bytes(out));
   }

@@ -55,12 +55,14 @@ struct peer {
   NUMBER(unpack_count)      \
   NUMBER(pair_count)
 
-/* How results begin: as the operands, as zero, or uninitialized, because boxes cover all of them. */
-enum { BEGINS_AS_OPERANDS, BEGINS_AS_ZERO, BEGINS_COVERED };
+/* How results begin: as the operands, as zero, or uninitialized, because boxes cover all of them. AS_MESSAGES: there
+ * are no boxes, because XLA composes the messages and takes them apart. The operand of the call is the part of the
+ * stage that is sent, the result is the part that is received, and labels are written into the operand. */
+enum { BEGINS_AS_OPERANDS, BEGINS_AS_ZERO, BEGINS_COVERED, BEGINS_AS_MESSAGES };
 
 struct plan {
-  uint64_t signature; /* the same on all ranks that make the same call */
-  int arrays;
+  uint64_t signature;        /* the same on all ranks that make the same call */
+  int arrays;                /* of the user's call */
   enum combination combines; /* how boxes combine what they receive */
   int begin;
   int64_t sent, received; /* bytes of each part of the stage */
@@ -93,6 +95,8 @@ static inline bool is_announced(const struct peer *peer) { return peer->bytes > 
 
 /* The plan that these numbers describe: see plan.c. NULL: out of memory, or they describe no plan. */
 struct plan *plan_make(const int64_t *numbers, size_t count);
+
+static inline bool is_of_messages(const struct plan *plan) { return plan->begin == BEGINS_AS_MESSAGES; }
 
 /* The attribute of a call that is a plan; NULL: the operation has none. */
 const struct plan *plan_of(const struct call *call);

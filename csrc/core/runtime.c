@@ -2,6 +2,5 @@
 
 #include <limits.h>
 
-struct runtime runtime = {
-    .most_tag = INT_MAX, .max_count = INT_MAX, .copy_bytes = 1 << 16, .lock = PTHREAD_MUTEX_INITIALIZER};
+struct runtime runtime = {.most_tag = INT_MAX, .max_count = INT_MAX, .lock = PTHREAD_MUTEX_INITIALIZER};
 _Thread_local bool importer;

@@ -58,10 +58,9 @@ struct runtime {
   struct reduction *reductions[DTYPE_CODES][4]; /* SUM, PROD, MAX, MIN: for JAX's sharded programs; NULL: none */
   void *library;                                /* MPI, from dlopen */
   bool aware;                                   /* MPI accepts device pointers */
-  int64_t copy_bytes;          /* a device copies them in the time of starting a copy; 0: boxes.c copies all it can */
-  enum transport transport;    /* for staged arrays: all arrays if MPI is not aware */
-  bool flags_asked;            /* the user wants TRANSPORT_FLAGS, and no callback instead */
-  atomic_bool several_devices; /* a link may be committed to one of them: runtime_token.c */
+  enum transport transport;                     /* for staged arrays: all arrays if MPI is not aware */
+  bool flags_asked;                             /* the user wants TRANSPORT_FLAGS, and no callback instead */
+  atomic_bool several_devices;                  /* a link may be committed to one of them: runtime_token.c */
   atomic_bool check;           /* ranks compare all their collectives (compare.h); the same on all ranks */
   int64_t channel;             /* the handle of a duplicate of COMM_WORLD for agreement.h; 0: none */
   atomic_bool several_threads; /* of the program communicate */

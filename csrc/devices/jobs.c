@@ -6,7 +6,6 @@
 
 #include "base/threads.h"
 #include "core/failure.h"
-#include "core/plan.h"
 #include "execute/body.h"
 
 /* In seconds. After SPIN the thread pauses, each time for a PARTth of the time that it has waited. So it sees the next
@@ -118,11 +117,6 @@ static void job_run(struct job *job) {
   struct call *call = &job->call;
   ffi_error *error = call_check(call); /* the communicator may have been freed since the call */
   if (error == NULL) error = call_body(call);
-  if (error != NULL && call->messages != NULL) {
-    const struct plan *plan = plan_of(call);
-    memset(call->messages + plan->sent, 0xff, (size_t)plan->received);
-    return;
-  }
   for (int i = 0; i < call->buffer_count && error != NULL; i++) {
     const struct buffer *buffer = &call->buffers[i];
     if (role_is_written(buffer->role) && buffer->count > 0) memset(buffer->data, 0xff, buffer_bytes(buffer));

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 
 #include "core/failure.h"
-#include "devices/boxes.h"
 #include "devices/jobs.h"
 #include "devices/spaces.h"
 #include "execute/body.h"
@@ -193,7 +192,6 @@ struct stage {
   enum transport transport;
   bool aware;
   bool divided;
-  const struct plan *boxed; /* NULL, or the plan whose messages copies of the driver compose box by box */
   int64_t chunks;
   size_t front, room;          /* bytes before the slots, and per slot */
   size_t offsets[MAX_BUFFERS]; /* of staged buffers */
@@ -201,7 +199,7 @@ struct stage {
 };
 
 static bool is_staged(const struct stage *stage, const struct buffer *buffer) {
-  return buffer->count > 0 && stage->boxed == NULL && (!stage->aware || role_is_of_host(buffer->role));
+  return buffer->count > 0 && (!stage->aware || role_is_of_host(buffer->role));
 }
 
 static void **events_of(const struct stage *stage, int64_t number) { return stage->state->events[number % SLOTS]; }
@@ -219,7 +217,6 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
   char *slot = stage->state->staging + stage->front + (size_t)(number % SLOTS) * stage->room * stage->divided;
   call->comparison.due = call->comparison.due && number == 0;
   if (!stage->aware) call->memory = &memory_host;
-  if (stage->boxed != NULL) call->messages = slot;
   for (int i = 0; i < call->buffer_count; i++)
     if (is_staged(stage, &call->buffers[i]))
       call->buffers[i].data =
@@ -280,7 +277,6 @@ static ffi_error *fetch_chunk(const struct stage *stage, int64_t number) {
   void **events = events_of(stage, number);
   if (number >= SLOTS) TRY_DRIVER(stage->call, stage->call->memory->stream_wait(stage->down, events[STORED]));
   ffi_error *error = copy_all(stage, false, number, &chunk);
-  if (error == NULL && stage->boxed != NULL) error = boxes_down(stage->call, stage->boxed, chunk.call.messages);
   if (error != NULL) return error;
   TRY_DRIVER(stage->call, order_streams(stage, stage->down, events[FETCHED], stage->through));
   return NULL;
@@ -306,7 +302,6 @@ static ffi_error *store_chunk(const struct stage *stage, int64_t number) {
   void **events = events_of(stage, number);
   TRY_DRIVER(stage->call, order_streams(stage, stage->through, events[PASSED], stage->up));
   ffi_error *error = copy_all(stage, true, number, &chunk);
-  if (error == NULL && stage->boxed != NULL) error = boxes_up(stage->call, stage->boxed, chunk.call.messages);
   if (error != NULL) return error;
   if (stage->divided) TRY_DRIVER(stage->call, stage->call->memory->event_record(events[STORED], stage->up));
   return NULL;
@@ -333,7 +328,7 @@ static void lay_out(struct stage *stage) {
   if (stage->divided) call_cut(&first, 0);
   bool in_place = stage->call->operation->divisibility == DIVIDE_CHUNKS;
   stage->front = 0;
-  stage->room = stage->boxed != NULL ? boxes_room(stage->boxed) : 0;
+  stage->room = 0;
   for (int i = 0; i < first.buffer_count; i++) {
     const struct buffer *buffer = &first.buffers[i];
     stage->offsets[i] = 0;
@@ -367,12 +362,6 @@ static ffi_error *prepare_stage(struct stage *stage, struct stream_state *state,
   stage->transport = stage->aware ? TRANSPORT_WAIT : transport_of(call);
   if (stage->transport == TRANSPORT_FLAGS) {
     ffi_error *error = prepare_flags(stage);
-    if (error != NULL) return error;
-  }
-  const struct plan *plan = has_request(call->operation) ? NULL : plan_of(call);
-  stage->boxed = plan != NULL && boxes_serve(call, plan) ? plan : NULL;
-  if (stage->boxed != NULL) {
-    ffi_error *error = plan_check(call, plan, true);
     if (error != NULL) return error;
   }
   stage->divided = !stage->aware && !division_is_one(&call->division);

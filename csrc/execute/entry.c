@@ -198,7 +198,6 @@ INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory 
   call.comm = NULL;
   call.memory = memory;
   call.stream = NULL;
-  call.messages = NULL;
   call.leaves = NULL;
   call.buffer_count = 0;
   ffi_error *error;

@@ -209,7 +209,7 @@ static ffi_error *receive_all(struct notices *notices) {
   char *stage = notices->stage;
   const struct plan *plan = notices->plan;
   ffi_error *error = NULL;
-  bool at_once = !plan->combines && plan->begin != BEGINS_AS_OPERANDS && c->messages == NULL;
+  bool at_once = !plan->combines && plan->begin != BEGINS_AS_OPERANDS;
   int next = 0;
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
@@ -220,7 +220,7 @@ static ffi_error *receive_all(struct notices *notices) {
     }
     if (at_once && error == NULL) next = plan_unpack_until(c, plan, stage, next, peer->stage + peer->bytes);
   }
-  if (error != NULL || c->messages != NULL) return error;
+  if (error != NULL) return error;
   if (at_once)
     plan_unpack_until(c, plan, stage, next, INT64_MAX);
   else
@@ -255,7 +255,7 @@ int send_planned(struct departures *sent, const struct plan *plan, char *stage, 
     const struct peer *peer = &plan->sends[i];
     char *message = stage + peer->stage;
     code = announce_message(sent, peer, message, label);
-    if (c->messages == NULL) *next = plan_compose_message(c, plan, stage, i, *next);
+    *next = plan_compose_message(c, plan, stage, i, *next);
     int tag = is_announced(peer) ? plans_tag() : notices_tag();
     if (code == MPI_SUCCESS) code = send_bytes(sent, message, peer->bytes, peer->rank, tag);
   }
@@ -268,27 +268,25 @@ ffi_error *BODY(exchange)(struct call *c) {
   PASS(plan_check(c, plan, true));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
-  bool composed = c->messages != NULL; /* and unpacked, by the transport */
-  size_t bytes = composed ? 0 : (size_t)(plan->sent + plan->received) + NOTICE_BYTES;
+  size_t bytes = is_of_messages(plan) ? 0 : (size_t)(plan->sent + plan->received) + NOTICE_BYTES;
   size_t handles = (bytes + sizeof(intptr_t) - 1) / sizeof(intptr_t);
   size_t sends = (size_t)(plan->send_count + plan->announced_sends);
   struct scratch *scratch = scratch_take((handles + sends) * sizeof(intptr_t));
   if (scratch == NULL)
     return call_fail(c, FFI_INTERNAL, "no memory for messages of %" PRId64 " bytes", plan->sent + plan->received);
-  char *stage = composed ? c->messages : scratch->data;
-  struct notices notices = {.call = c, .plan = plan, .label = label, .stage = stage};
+  char *stage = is_of_messages(plan) ? plan_operand(c, 0)->data : scratch->data, *received = stage;
+  if (is_of_messages(plan) && plan->receive_count > 0) received = (char *)plan_result(c, 0)->data - plan->sent;
+  struct notices notices = {.call = c, .plan = plan, .label = label, .stage = received};
   struct departures sent = {.call = c, .handles = (intptr_t *)(void *)scratch->data + handles};
   int next = 0, code = MPI_SUCCESS;
   ffi_error *error = NULL;
-  if (!composed && !is_in_order_of_queue(c->comm)) code = expect_notices(&notices, AHEAD);
+  if (!is_of_messages(plan) && !is_in_order_of_queue(c->comm)) code = expect_notices(&notices, AHEAD);
   if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* messages are matched all the same */
   code = send_planned(&sent, plan, stage, label, &next);
   if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
-  if (!composed) {
-    plan_compose_rest(c, plan, stage, next, false);
-    plan_fill(c, plan);
-    plan_copy_pairs(c, plan);
-  }
+  plan_compose_rest(c, plan, stage, next, false);
+  plan_fill(c, plan);
+  plan_copy_pairs(c, plan);
   /* If this rank could not send, other ranks may not have been able to either, and nothing may come. */
   if (code == MPI_SUCCESS) error = call_first(c, error, receive_all(&notices));
   for (int i = 0; i < notices.expected && code != MPI_SUCCESS; i++) cancel_notice(&notices, i);
@@ -299,7 +297,7 @@ ffi_error *BODY(exchange)(struct call *c) {
     int wait_code = mpi.Wait(&request, &ignored);
     if (wait_code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", wait_code);
   }
-  if (error != NULL && !composed) plan_spoil(c, plan);
+  if (error != NULL) plan_spoil(c, plan);
   if (!notices.stage_in_use) scratch_give(scratch);
   return error;
 }

@@ -39,7 +39,6 @@ static const struct setting of_process[] = {
     OF(runtime, aware, BOOL),                  /* MPI reaches the memory of devices */
     OF(runtime, transport, TRANSPORT),         /* for memory that MPI does not reach */
     OF(runtime, flags_asked, BOOL),            /* the transport `flags`, or an error */
-    OF(runtime, copy_bytes, INT64),            /* that a device copies in the time in which a copy begins */
     OF(runtime, several_devices, ATOMIC_BOOL), /* whether a link is bound to a device must be checked */
     OF(runtime, several_threads, ATOMIC_BOOL), /* more than one thread of the program communicates */
     OF(runtime, check, ATOMIC_BOOL),           /* the ranks compare all their collectives; the same on all ranks */

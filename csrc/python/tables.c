@@ -80,8 +80,11 @@ static PyObject *operations(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)
 static const char *const derivatives[] = {"value", "tangent", "cotangent", "further", NULL};
 static const char *const leaves[] = {"alone", "first", "middle", "last", NULL};
 static const char *const actions[] = {"report", "abort", NULL};
-static const char *const begins[] = {
-    [BEGINS_AS_OPERANDS] = "operands", [BEGINS_AS_ZERO] = "zero", [BEGINS_COVERED] = "covered", NULL};
+static const char *const begins[] = {[BEGINS_AS_OPERANDS] = "operands",
+                                     [BEGINS_AS_ZERO] = "zero",
+                                     [BEGINS_COVERED] = "covered",
+                                     [BEGINS_AS_MESSAGES] = "messages",
+                                     NULL};
 static const char *const combinations[] = {
     [COMBINE_NOT] = "none", [COMBINE_SUM] = "SUM", [COMBINE_MAX] = "MAX", [COMBINE_MIN] = "MIN", NULL};
 static const char *const plan_header[] = {

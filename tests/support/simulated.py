@@ -50,8 +50,6 @@ class Device:
 
         assert library.DEVICES.aware == (TRANSPORT == "aware"), library.DEVICES
         assert TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
-        if LEAVES:
-            _core.configure(copy_bytes=0)  # parts of arrays rather than all of them, however small
         folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
         self._bridge = ctypes.CDLL(str(folder / "libbridge.so"))
         self._bridge.bridge_handler.restype = ctypes.c_void_p
@@ -69,7 +67,7 @@ class Device:
             stages = {"instantiate": bridge, "execute": bridge}
             jax.ffi.register_ffi_target(f"simulated_{name}", stages, platform="cpu")
         for operation in OPERATIONS:
-            lowering.lower_to(operation, "simulated_{}", ("cpu",))
+            lowering.lower_to(operation, "simulated_{}", ("cpu",), on_device=True)
 
     def check(self) -> None:
         """Raises AssertionError if a rule of the driver was broken since the last check, or memory is left behind."""

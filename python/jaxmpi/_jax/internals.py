@@ -205,6 +205,12 @@ def optimization_barrier(x: Any) -> Any:
     return hlo.OptimizationBarrierOp([x]).results[0]
 
 
+def lower_inline(ctx: Any, function: Any, operands: Any, avals_in: Any, avals_out: Any) -> list[Any]:
+    """Return the results of a function of arrays that is lowered where an operation is lowered."""
+    inner = ctx.replace(primitive=None, avals_in=avals_in, avals_out=avals_out, tokens_out=None)
+    return list(mlir.lower_fun(function, multiple_results=True)(inner, *operands))
+
+
 def zero_tangent(x: Any) -> Any:
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
 

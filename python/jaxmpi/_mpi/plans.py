@@ -89,12 +89,48 @@ class Fill:
     value: Any = 0
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What a plan is made of: see `make`."""
+
+    rank: int
+    avals: Sequence[Any]
+    results: Sequence[Any]
+    moves: Sequence[Move]
+    """In the order of the keys, without moves of no elements."""
+    fills: Sequence[Fill]
+    combines: str | None
+    zeroed: bool
+    signature: int
+
+    def messages(self, begin: int, *, sent: bool) -> "_Messages":
+        """Return the messages to other ranks or from them, which begin there in the stage."""
+        return self._between(begin, *(("source", "dest") if sent else ("dest", "source")), own=False)
+
+    def own(self, begin: int) -> "_Messages":
+        """Return what this rank sends to itself, as a message that begins there."""
+        return self._between(begin, "source", "dest", own=True)
+
+    def _between(self, begin: int, mine: str, other: str, own: bool) -> "_Messages":
+        of_rank: dict[int, list[Any]] = {}
+        for index, move in enumerate(self.moves):
+            peer = getattr(move, other)
+            if getattr(move, mine) == self.rank and (peer == self.rank) == own:
+                size = move.read.size * np.dtype(self.avals[move.leaf].dtype).itemsize
+                of_rank.setdefault(peer, []).append((index, size))
+        messages = _Messages(begin)
+        for peer in sorted(of_rank, key=lambda peer: (peer - self.rank) % (1 << 31)):
+            messages.add(peer, of_rank[peer])
+        return messages
+
+
 class Plan:
     """A plan as a parameter of compiled programs."""
 
-    __slots__ = ("number",)
+    __slots__ = ("exchange", "number")
 
-    def __init__(self, words: Sequence[int]):
+    def __init__(self, words: Sequence[int], exchange: Exchange):
+        self.exchange = exchange
         data = b"".join((word % (1 << 64)).to_bytes(8, sys.byteorder) for word in words)
         stable_key = f"plan {hashlib.sha256(data).hexdigest()}"
         if stable_key not in _numbers:
@@ -228,11 +264,11 @@ class _Messages:
         """The place of a move in the stage, by the index among all moves."""
         self.ranks = 0
 
-    def add(self, rank: int, moves: Iterable[tuple[int, Move, int]]) -> None:
-        """Add a message with moves: the index of each, the move, and the bytes."""
+    def add(self, rank: int, moves: Iterable[tuple[int, int]]) -> None:
+        """Add a message with moves: the index of each, and the bytes."""
         at = _aligned(self.end + _LABEL_BYTES, _LINE)
         begin = at - _LABEL_BYTES
-        for index, _, size in moves:
+        for index, size in moves:
             self.places[index] = at
             at = _aligned(at + size)
         self.words += [rank, begin, at - begin]
@@ -272,23 +308,11 @@ def make(
     """
     results = avals if results is None else results
     moves = sorted((m for m in moves if m.read.size > 0), key=lambda m: (m.key, m.leaf))
-    sizes = [m.read.size * np.dtype(avals[m.leaf].dtype).itemsize for m in moves]
-    numbered = list(zip(range(len(moves)), moves, sizes, strict=True))
-
-    def between(mine: str, other: str, messages: _Messages, own: bool) -> None:
-        of_rank: dict[int, list[Any]] = {}
-        for entry in numbered:
-            if getattr(entry[1], mine) == rank and (getattr(entry[1], other) == rank) == own:
-                of_rank.setdefault(getattr(entry[1], other), []).append(entry)
-        for peer in sorted(of_rank, key=lambda peer: (peer - rank) % (1 << 31)):
-            messages.add(peer, of_rank[peer])
-
-    sends, own = _Messages(0), _Messages(0)
-    between("source", "dest", sends, own=False)
-    own.end = sends.end
-    between("source", "dest", own, own=True)
-    receives = _Messages(own.end)
-    between("dest", "source", receives, own=False)
+    fills = [fill for fill in fills if fill.written.size > 0]
+    exchange = Exchange(rank, avals, results, moves, fills, combines, zeroed, signature)
+    sends = exchange.messages(0, sent=True)
+    own = exchange.own(sends.end)
+    receives = exchange.messages(own.end, sent=False)
     pairs: dict[int, Any] = {}
     """The axes of the moves on this rank that can be copied at once, by the index of the move."""
     for index in own.places if zeroed and not combines else ():
@@ -308,7 +332,6 @@ def make(
     packed = {**sends.places, **own.places}
     unpacked = {**receives.places, **own.places}
     put(packed, 0, avals)
-    fills = [fill for fill in fills if fill.written.size > 0]
     for fill in fills:
         aval = results[fill.leaf]
         value = np.asarray(fill.value).astype(aval.dtype).tobytes()
@@ -316,21 +339,60 @@ def make(
     put(unpacked, 1, results)
     elements = [math.prod(aval.shape) for aval in (*avals, *results)]
     header = {
-        "signature": signature,
-        "arrays": len(avals),
         "combines": _COMBINATIONS.index(combines or "none"),
         "begin": _begin(zeroed, bool(combines), [moves[index] for index in unpacked], results),
         "sent": own.end,
         "received": receives.end - own.end,
-        "send_count": sends.ranks,
-        "receive_count": receives.ranks,
         "pack_count": len(packed),
         "fill_count": len(fills),
         "unpack_count": len(unpacked),
         "pair_count": len(pairs),
     }
-    head = [header[name] for name in CONSTANTS["PLAN_HEADER"]]
-    return Plan([int(word) for word in (*head, *elements, *sends.words, *receives.words, *boxes)])
+    return _plan(exchange, header, elements, sends, receives, boxes)
+
+
+def _plan(
+    exchange: Exchange,
+    header: dict[str, int],
+    elements: Sequence[int],
+    sends: _Messages,
+    receives: _Messages,
+    boxes: Sequence[int] = (),
+) -> Plan:
+    header = {
+        "signature": exchange.signature,
+        "arrays": len(exchange.avals),
+        "send_count": sends.ranks,
+        "receive_count": receives.ranks,
+        **header,
+    }
+    head = [header.get(name, 0) for name in CONSTANTS["PLAN_HEADER"]]
+    return Plan([int(word) for word in (*head, *elements, *sends.words, *receives.words, *boxes)], exchange)
+
+
+@dataclass(frozen=True)
+class PlanOfMessages:
+    """A plan of the same messages. The operand is all that is sent, the result all that is received."""
+
+    plan: Plan
+    sizes: tuple[int, int]
+    """Of the operand and of the result, in words."""
+    sent: dict[int, int]
+    """The places of moves in the operand, in words, by the index of the move."""
+    received: dict[int, int]
+    """The places of moves in the result."""
+
+
+def of_messages(exchange: Exchange, word: int) -> PlanOfMessages:
+    """Return the plan of the messages of an exchange, in words of so many bytes."""
+    sends = exchange.messages(0, sent=True)
+    receives = exchange.messages(sends.end, sent=False)
+    bytes_ = {"sent": sends.end, "received": receives.end - sends.end}
+    header = {"begin": _BEGINS.index("messages"), **bytes_}
+    sizes = (bytes_["sent"] // word, bytes_["received"] // word)
+    sent = {index: place // word for index, place in sends.places.items()}
+    received = {index: (place - sends.end) // word for index, place in receives.places.items()}
+    return PlanOfMessages(_plan(exchange, header, sizes, sends, receives), sizes, sent, received)
 
 
 cached = functools.lru_cache(maxsize=4096)

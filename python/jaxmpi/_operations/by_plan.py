@@ -10,6 +10,7 @@ from typing import Any
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched
 from jaxmpi._mpi.plans import Plan
+from jaxmpi._operations.composed import Composed
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays, is_opaque, typed
 from jaxmpi._primitive import keys, lowering
 from jaxmpi._primitive.effect import Unsupported
@@ -41,6 +42,9 @@ class ByPlan(Operation[Planned]):
 
     def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals, params)}
+
+    def composed(self, avals: Arrays, params: Planned) -> Composed | None:
+        return None if self.starts or self.waits else Composed(plan(avals, params))
 
     def why_not_differentiable(self, params: Planned) -> str:
         return params.pattern.why_not_differentiable

@@ -60,6 +60,11 @@ def attributes_of(op: Any, operands: Sequence[Any], params: Any) -> dict[str, np
 
 def add_site(op: Any, operands: Sequence[Any], params: Any, site: str) -> None:
     """Register with the core that this line of the program makes this call, for reports and the timeline."""
+    composed = op.composed(operands, params) if DEVICES.platforms else None
+    if composed is not None:
+        of_call = {**attributes_of(op, operands, params), "plan": composed.plan.number}
+        code = DATATYPES[composed.operand.dtype.name].code
+        _core.add_site(op.core_name, tuple(map(int, of_call.values())), code, composed.operand.size, site)
     results = op.results(operands, params)
     roles, written, passed, filled = _passed(op, params, len(operands), len(results))
     read = [operands[i] for i in passed if roles[i] == "mpi"]
@@ -76,43 +81,62 @@ def find_site(op: Any, operands: Sequence[Any], params: Any) -> None:
         add_site(op, [jax.typeof(x) for x in operands], params, site)
 
 
-def lower_to(op: Any, target: str, platforms: Sequence[str] = DEVICES.communicated) -> None:
-    """Register the lowering to a custom call of the core, known to XLA under the name `target`."""
+def lower_to(
+    op: Any, target: str, platforms: Sequence[str] = DEVICES.communicated, on_device: bool | None = None
+) -> None:
+    """Register the lowering to a custom call of the core, known to XLA under the name `target`. `on_device`: whether
+    the platforms are devices; None: all but the CPU are."""
     if op.identity:
         internals.mlir.register_lowering(op, _lower_identity)
         return
     for platform in platforms:
-        rule = _lowering(op, target.format(op.core_name), fenced=platform != "cpu")
+        rule = _lowering(op, target.format(op.core_name), platform != "cpu" if on_device is None else on_device)
         internals.mlir.register_lowering(op, rule, platform=platform)
     internals.mlir.register_lowering(op, functools.partial(_refuse_platform, op))
 
 
-def _lowering(op: Any, target: str, fenced: bool) -> Callable[..., Any]:
-    """Return the rule that makes a custom call. If it is `fenced`, XLA does not fuse the call with slices.
+def _lowering(op: Any, target: str, on_device: bool) -> Callable[..., Any]:
+    """Return the rule that makes a custom call. `on_device`: XLA composes the messages of plans, and does not fuse the
+    call with slices.
 
     For a GPU, XLA otherwise puts a call and the slices that it reads and writes into one fusion. The compiler then
     ends the process, because fusions cannot have tokens (XLA of JAX 0.10.2 and later).
     """
-    fence = internals.optimization_barrier if fenced else lambda x: x
+    fence = internals.optimization_barrier if on_device else lambda x: x
+
+    def make(
+        ctx: Any, operands: Sequence[Any], read: Any, written: Any, aliases: Any = None, **attributes: Any
+    ) -> list[Any]:
+        """Make the custom call."""
+        rule = internals.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
+        inner = ctx.replace(
+            avals_in=[*read, internals.abstract_token], avals_out=[*written, internals.abstract_token]
+        )
+        *results, token = rule(inner, *map(fence, operands), ctx.tokens_in.get(EFFECT), **attributes)
+        ctx.set_tokens_out(internals.mlir.TokenSet({EFFECT: token}))
+        return list(map(fence, results))
 
     def lower(ctx: Any, *operands: Any, call: Any) -> list[Any]:
         if (devices := internals.devices_of(ctx)) > 1:
             raise Unsupported(f"{op.shown}: the computation is {internals.spread(devices)}")
+        attributes = attributes_of(op, ctx.avals_in, call)
+        composed = op.composed(ctx.avals_in, call) if on_device else None
+        if composed is not None:
+            attributes["plan"] = np.int64(composed.plan.number)
+            sent = internals.lower_inline(ctx, composed.pack, operands, ctx.avals_in, [composed.operand])
+            received = make(ctx, sent, [composed.operand], [composed.result], **attributes)
+            of_unpack = [*ctx.avals_in, composed.result]
+            return internals.lower_inline(ctx, composed.unpack, [*operands, *received], of_unpack, ctx.avals_out)
         roles, written, passed, filled = _passed(op, call, len(operands), len(ctx.avals_out))
         aliases = None
         if op.aliases(len(operands), call):
             shared = [i for i in filled if i in passed and roles[i] == written[i] == "mpi"]
             aliases = {passed.index(i): filled.index(i) for i in shared}
-        rule = internals.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
-        attributes = attributes_of(op, ctx.avals_in, call)
-        inner = ctx.replace(
-            avals_in=[*(ctx.avals_in[i] for i in passed), internals.abstract_token],
-            avals_out=[*(ctx.avals_out[i] for i in filled), internals.abstract_token],
+        read = [ctx.avals_in[i] for i in passed]
+        results = make(
+            ctx, [operands[i] for i in passed], read, [ctx.avals_out[i] for i in filled], aliases=aliases, **attributes
         )
-        passed_operands = [fence(operands[i]) for i in passed]
-        *results, token = rule(inner, *passed_operands, ctx.tokens_in.get(EFFECT), **attributes)
-        ctx.set_tokens_out(internals.mlir.TokenSet({EFFECT: token}))
-        written_to = dict(zip(filled, map(fence, results), strict=True))
+        written_to = dict(zip(filled, results, strict=True))
         return [written_to.get(i, operands[i] if i < len(operands) else None) for i in range(len(ctx.avals_out))]
 
     return lower

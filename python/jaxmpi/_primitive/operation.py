@@ -66,6 +66,11 @@ class Operation(primitives.Primitive, Generic[P]):
         """Return the attributes that follow from the types of the operands."""
         return {}
 
+    def composed(self, avals: Sequence[Any], params: P) -> Any:
+        """Return what XLA does before and after the call for arrays on a device: a `_operations.composed.Composed`.
+        None: nothing."""
+        return None
+
     def elements(self, arrays: Sequence[Any]) -> int:
         """Return how many elements of these arrays are communicated, for reports."""
         return sum(math.prod(x.shape) for x in arrays[:1])
