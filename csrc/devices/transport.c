@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "core/failure.h"
+#include "core/plan.h"
 #include "devices/jobs.h"
 #include "devices/spaces.h"
 #include "execute/body.h"

@@ -160,6 +160,36 @@ TEST(another_message_is_an_error) {
   }
 }
 
+/* Of words of four bytes: what is sent to rank 2, and what comes from ranks 0 and 2. */
+TEST(messages_that_xla_composes) {
+  enum { RECEIVED = SENT_0 + GOT_2 };
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, 2, 0, BEGINS_AS_MESSAGES, SENT_2, RECEIVED, 1, 2, 0, 0, 0, 0, SENT_2 / 4, RECEIVED / 4);
+  PUT(&n, 2, 0, SENT_2, 0, SENT_2, SENT_0, 2, SENT_2 + SENT_0, GOT_2);
+  const int64_t attributes[] = {COMM(comm), COMM(planned(&n))};
+  static uint32_t sent[SENT_2 / 4], received[RECEIVED / 4];
+  const struct array in = ARRAY(S32, sent, SENT_2 / 4), out = ARRAY(S32, received, RECEIVED / 4);
+  for (int i = LABEL_BYTES / 4; i < SENT_2 / 4; i++) sent[i] = (uint32_t)(1000 + i);
+  deliver_all();
+  SUCCEEDS(run_lists("exchange", &in, 1, &out, 1, attributes));
+  CHECK_SAME((char *)received + LABEL_BYTES, row, SENT_0 - LABEL_BYTES);
+  CHECK_SAME((char *)received + SENT_0 + LABEL_BYTES, two, sizeof two);
+  CHECK_EQUAL(times_called("MPI_Isend"), 1);
+  CHECK_EQUAL(called("MPI_Isend", 0)->peer, 2);
+  CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, SENT_2);
+  for (int i = LABEL_BYTES / 4; i < SENT_2 / 4; i++) CHECK_EQUAL(sent[i], (uint32_t)(1000 + i));
+  number++;
+  deliver(0, SIGNATURE + 1, number, row, SENT_0);
+  deliver(2, SIGNATURE, number, two, GOT_2);
+  FAILS(run_lists("exchange", &in, 1, &out, 1, attributes), FFI_FAILED_PRECONDITION, "has sent something else");
+  for (int i = 0; i < RECEIVED / 4; i++) CHECK_EQUAL(received[i], UINT32_MAX);
+  const struct array fewer = ARRAY(S32, received, RECEIVED / 4 - 1);
+  FAILS(run_lists("exchange", &in, 1, &fewer, 1, attributes), FFI_INTERNAL, "reinstall");
+  n.values[8] = 1; /* such a plan has no boxes */
+  PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0);
+  CHECK(!is_plan(&n));
+}
+
 TEST(arrays_must_be_those_of_the_plan) {
   const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS), *adding = plan_of_three(true, BEGINS_AS_OPERANDS);
   FAILS(RUN("exchange", ARRAY(F64, b, B), ARRAY(F64, b_out, B), COMM(comm), COMM(plan)), FFI_INTERNAL, "reinstall");

@@ -306,6 +306,42 @@ TEST_THROUGH(on_leaving, errors_of_requests_are_deferred, void) {
   CHECK_EQUAL(requests_in_flight() + fake->live_requests, 0);
 }
 
+/* A message of 64 words from this rank to itself, which XLA has composed. */
+static ffi_error *exchange_messages(void *words) {
+  enum { BYTES = 4 * 64 };
+  static const struct plan *plan;
+  struct numbers n = {.count = 0};
+  PUT(&n, 4711, 3, 0, BEGINS_AS_MESSAGES, BYTES, BYTES, 1, 1, 0, 0, 0, 0, 64, 64, 0, 0, BYTES, 0, BYTES, BYTES);
+  if (plan == NULL) plan = plan_make(n.values, n.count);
+  const struct array in = ARRAY(S32, words, 64), out = ARRAY(S32, (uint32_t *)words + 64, 64);
+  return call_there("exchange", &in, 1, &out, 1, (const int64_t[]){registered(world(0, 2)), registered(plan)}, NULL);
+}
+
+TEST_THROUGH(on_all, messages_that_xla_composes, void) {
+  uint32_t words[128];
+  for (int i = 0; i < 128; i++) words[i] = (uint32_t)(i + 1);
+  fake->reset();
+  driver->reset();
+  SUCCEEDS(exchange_messages(words));
+  CHECK_SAME(words + 66, words + 2, 4 * 62);
+  CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync") + driver->calls("hipMemcpyAsync"),
+              2);
+  CHECK_EQUAL(driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync"), 0);
+  driver->slow = false;
+  driver_fails("messages", "exchange", exchange_messages, words);
+  driver->slow = true;
+  fake->fail("MPI_Mprobe", 1, 16);
+  ffi_error *error = exchange_messages(words);
+  if (runtime.transport == TRANSPORT_WAIT) {
+    FAILS(error, FFI_INTERNAL, "MPI_Mprobe failed");
+  } else { /* it is the next operation's, and all bits of what was to be received are set */
+    SUCCEEDS(error);
+    for (int i = 64; i < 128; i++) CHECK_EQUAL(words[i], UINT32_MAX);
+    was_left("MPI_Mprobe failed");
+  }
+  fake->reset();
+}
+
 /* The check of truth values reads them on the host, whatever the transport. */
 TEST(check_is_staged) {
   static char text[] = "program.py:1";

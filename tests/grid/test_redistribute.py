@@ -289,7 +289,11 @@ BAD = [
         "belong to the grids: (1, 2). Pass these",
     ),
     (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_axes={0, 1}), TypeError, "must be a tuple or list"),
-    (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_width=-1), ValueError, "target_width is -1: pass for each axis"),
+    (
+        lambda s, t, x: jaxmpi.redistribute(x, s, t, target_width=-1),
+        ValueError,
+        "target_width is -1: pass for each axis",
+    ),
     (lambda s, t, x: jaxmpi.redistribute("text", s, t), TypeError, "must hold JAX arrays"),
     (lambda s, t, x: jaxmpi.iredistribute([x] * 101, s, t), ValueError, "at most 100"),
     (lambda s, t, x: s.pencil(2), ValueError, "no axis 2"),

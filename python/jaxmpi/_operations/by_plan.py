@@ -10,8 +10,8 @@ from typing import Any
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched
 from jaxmpi._mpi.plans import Plan
-from jaxmpi._operations.composed import Composed
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays, is_opaque, typed
+from jaxmpi._operations.composed import Composed
 from jaxmpi._primitive import keys, lowering
 from jaxmpi._primitive.effect import Unsupported
 from jaxmpi._primitive.operation import Operation

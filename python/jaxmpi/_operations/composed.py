@@ -17,9 +17,9 @@ from jaxmpi._jax import internals
 from jaxmpi._mpi import plans
 from jaxmpi._mpi.plans import Box
 
-_WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
-_COMBINE = {"SUM": lax.add, "MAX": lax.max, "MIN": lax.min}
-_REDUCE: dict[str | None, Callable[..., Any]] = {"SUM": jnp.sum, "MAX": jnp.max, "MIN": jnp.min}
+_WORDS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+_COMBINE: dict[str, Callable[..., Any]] = {"SUM": lax.add, "MAX": lax.max, "MIN": lax.min}
+_REDUCE: dict[str, Callable[..., Any]] = {"SUM": jnp.sum, "MAX": jnp.max, "MIN": jnp.min}
 
 
 class Composed:
@@ -71,18 +71,18 @@ class Composed:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _words_of(x: jax.Array, word: Any) -> jax.Array:
+def _words_of(x: jax.Array, word: np.dtype[Any]) -> jax.Array:
     """Return the bytes of an array as words."""
-    if x.dtype == bool:
+    if jnp.issubdtype(x.dtype, jnp.bool_):
         x = x.astype(np.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     return lax.bitcast_convert_type(x, word).reshape(-1)
 
 
-def _of_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
+def _of_words(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     """Return the elements that are made of these words, one after the other."""
-    if dtype == bool:
+    if jnp.issubdtype(dtype, jnp.bool_):
         return words.astype(bool)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _of_words(words, np.empty(0, dtype).real.dtype).reshape(-1, 2)
@@ -119,7 +119,7 @@ def _read(x: jax.Array, box: Box) -> jax.Array:
 def _walked_back(part: jax.Array, box: Box) -> jax.Array:
     """Return elements that lie in the order of the walk as an array of the shape of the box."""
     order = _order(box)
-    return jnp.transpose(part.reshape([box.counts[axis] for axis in order]), np.argsort(order))
+    return jnp.transpose(part.reshape([box.counts[axis] for axis in order]), tuple(np.argsort(order)))
 
 
 def _write(x: jax.Array, box: Box, part: jax.Array, combines: str | None) -> jax.Array:
@@ -129,6 +129,7 @@ def _write(x: jax.Array, box: Box, part: jax.Array, combines: str | None) -> jax
         if step < 0:
             part = lax.rev(part, (axis,))
         elif step == 0 and count > 1:
+            assert combines is not None  # an element is written once
             part = _REDUCE[combines](part, axis, keepdims=True).astype(x.dtype)
         low, high = sorted((start, start + step * (count - 1)))
         index.append(slice(low, high + 1, abs(step) or 1))
@@ -140,5 +141,5 @@ def _write(x: jax.Array, box: Box, part: jax.Array, combines: str | None) -> jax
             part = _COMBINE[combines](lax.slice(x, starts, [part.stop for part in index]), part)
         return lax.dynamic_update_slice(x, part, starts)
     place = x.at[tuple(index)]
-    how = {None: place.set, "SUM": place.add, "MAX": place.max, "MIN": place.min}[combines]
+    how: Any = {None: place.set, "SUM": place.add, "MAX": place.max, "MIN": place.min}[combines]
     return how(part, mode="promise_in_bounds")

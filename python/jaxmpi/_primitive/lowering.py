@@ -109,9 +109,7 @@ def _lowering(op: Any, target: str, on_device: bool) -> Callable[..., Any]:
     ) -> list[Any]:
         """Make the custom call."""
         rule = internals.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
-        inner = ctx.replace(
-            avals_in=[*read, internals.abstract_token], avals_out=[*written, internals.abstract_token]
-        )
+        inner = ctx.replace(avals_in=[*read, internals.abstract_token], avals_out=[*written, internals.abstract_token])
         *results, token = rule(inner, *map(fence, operands), ctx.tokens_in.get(EFFECT), **attributes)
         ctx.set_tokens_out(internals.mlir.TokenSet({EFFECT: token}))
         return list(map(fence, results))
