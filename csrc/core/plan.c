@@ -135,14 +135,15 @@ const struct plan *plan_of(const struct call *call) {
 
 /* --- a call --- */
 
-ffi_error *plan_check(const struct call *call, const struct plan *plan, bool results) {
+ffi_error *plan_check(const struct call *call, const struct plan *plan, bool operands, bool results) {
   int count = buffers_of(plan);
-  bool same = call->first[1] - call->first[0] == count && (!results || call->first[2] - call->first[1] == count);
+  bool same =
+      (!operands || call->first[1] - call->first[0] == count) && (!results || call->first[2] - call->first[1] == count);
   for (int i = 0; i < count && same; i++) {
     const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
-    same = in->count == plan->elements[i] &&
-           (!results || (out->count == plan->elements[count + i] && in->type == out->type &&
-                         (!plan->combines || box_combines(plan->combines, in->type))));
+    same = (!operands || in->count == plan->elements[i]) &&
+           (!results || (out->count == plan->elements[count + i] && (!operands || in->type == out->type) &&
+                         (!plan->combines || box_combines(plan->combines, out->type))));
   }
   return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
 }
@@ -226,6 +227,10 @@ int plan_unpack_until(const struct call *call, const struct plan *plan, const ch
 }
 
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage) {
+  if (is_of_messages(plan)) {
+    const struct buffer *out = plan_result(call, 0);
+    if (out->count > 0) memcpy(out->data, stage + plan->sent + plan->received - buffer_bytes(out), buffer_bytes(out));
+  }
   for (int i = 0; i < plan->unpack_count; i++) scatter(call, &plan->unpacks[i], plan->combines, stage);
 }
 

@@ -57,7 +57,8 @@ struct peer {
 
 /* How results begin: as the operands, as zero, or uninitialized, because boxes cover all of them. AS_MESSAGES: there
  * are no boxes, because XLA composes the messages and takes them apart. The operand of the call is the part of the
- * stage that is sent, the result is the part that is received, and labels are written into the operand. */
+ * stage that is sent, and labels are written into it. The result is the end of the stage: what is received, and before
+ * it, of an exchange that is started, what the rank sends to itself. The call that waits for it has no operand. */
 enum { BEGINS_AS_OPERANDS, BEGINS_AS_ZERO, BEGINS_COVERED, BEGINS_AS_MESSAGES };
 
 struct plan {
@@ -108,8 +109,8 @@ static inline const struct buffer *plan_result(const struct call *call, int leaf
   return &call->buffers[call->first[1] + leaf];
 }
 
-/* NULL, or the error: the arrays of the call are not those of the plan. `results`: the call has results, too. */
-ffi_error *plan_check(const struct call *call, const struct plan *plan, bool results);
+/* NULL, or the error: the arrays of the call are not those of the plan. The call has operands, results or both. */
+ffi_error *plan_check(const struct call *call, const struct plan *plan, bool operands, bool results);
 
 /* Let the results begin as the plan says, in whichever memory they lie; so it can fail. */
 ffi_error *plan_begin(const struct call *call, const struct plan *plan);

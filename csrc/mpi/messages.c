@@ -265,7 +265,7 @@ int send_planned(struct departures *sent, const struct plan *plan, char *stage, 
 /* Communicates by the plan of the call. */
 ffi_error *BODY(exchange)(struct call *c) {
   const struct plan *plan = plan_of(c);
-  PASS(plan_check(c, plan, true));
+  PASS(plan_check(c, plan, true, true));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   size_t bytes = is_of_messages(plan) ? 0 : (size_t)(plan->sent + plan->received) + NOTICE_BYTES;

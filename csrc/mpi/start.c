@@ -197,13 +197,14 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   const struct plan *plan = object_of(a.plan);
   PASS(need_threads(c));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
-  PASS(plan_check(c, plan, false));
+  PASS(plan_check(c, plan, true, false));
   size_t bytes = (size_t)(plan->sent + plan->received), labels = LABEL_BYTES * (size_t)plan->announced_receives;
   int handles = plan->send_count + plan->announced_sends, receives = plan->receive_count + plan->announced_receives;
   struct request *request;
   PASS(request_new(c, b.request, bytes + labels + 1, handles, receives, &request));
   request->label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   expect_messages(c, request, plan, request->data + bytes);
+  if (is_of_messages(plan) && plan->sent > 0) memcpy(request->data, plan_operand(c, 0)->data, (size_t)plan->sent);
   struct departures sent = {.call = c, .handles = request->handles};
   int next = 0, code = send_planned(&sent, plan, request->data, request->label, &next);
   request->handle_count = sent.count;

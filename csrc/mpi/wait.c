@@ -232,7 +232,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   struct buffer *first = &arrays.buffers[c->first[1]];
   memmove(first, first + 1, (size_t)(c->buffer_count - c->first[2]) * sizeof *first);
   arrays.first[2] = (short)(c->buffer_count - 1);
-  error = plan_check(&arrays, plan, true);
+  error = plan_check(&arrays, plan, !is_of_messages(plan), true);
   bool fits = error == NULL;
   int at_plan = request != NULL ? attribute_of(request->operation, KIND_PLAN) : -1;
   if (fits && request != NULL && at_plan < 0)

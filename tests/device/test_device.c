@@ -277,6 +277,28 @@ static void a_request_of_an_exchange(const struct communicator *comm) {
   CHECK_EQUAL(requests_in_flight() + fake->live_requests + fake->queued + fake->live_matched, 0);
 }
 
+/* XLA composes a message of six words to the same rank, and two words that stay: the result is these and the message. */
+static void a_request_of_messages(const struct communicator *comm) {
+  enum { BYTES = 24, STAYS = 8 };
+  static const struct plan *made[4];
+  const int rank = comm->rank;
+  struct numbers n = {.count = 0};
+  PUT(&n, 4711, 2, 0, BEGINS_AS_MESSAGES, BYTES + STAYS, BYTES, 1, 1, 0, 0, 0, 0, (BYTES + STAYS) / 4);
+  PUT(&n, (STAYS + BYTES) / 4, rank, 0, BYTES, rank, BYTES + STAYS, BYTES);
+  if (made[rank] == NULL) made[rank] = plan_make(n.values, n.count);
+  int32_t given[] = {0, 0, 3, 4, 5, 6, 7, 8}, got[8] = {0};
+  float id[2];
+  int64_t c = registered(comm), plan = registered(made[rank]);
+  fake->reset();
+  SUCCEEDS(START_THERE("exchange_start", ARRAY(S32, given, 8), id, c, plan));
+  memset(given, 0, sizeof given);
+  struct array request = ARRAY(F32, id, 2), out = ARRAY(S32, got, 8);
+  SUCCEEDS(call_there("exchange_finish", &request, 1, &out, 1, (const int64_t[]){c, plan, 0}, NULL));
+  for (int i = 0; i < 8; i++) CHECK(i == 2 || i == 3 || got[i] == (i < 2 ? 7 + i : i - 1));
+  check_on_host();
+  CHECK_EQUAL(requests_in_flight() + fake->live_requests + fake->queued + fake->live_matched, 0);
+}
+
 /* Also where MPI reaches the device, and also in chunks, which requests are never divided into. */
 TEST_THROUGH(on_all, requests_are_staged, void) {
   for (int way = 0; way < 4; way++)
@@ -286,6 +308,7 @@ TEST_THROUGH(on_all, requests_are_staged, void) {
       set_chunks(way & 2 ? LEAST_CHUNK : 0);
       requests_of_operations(world(rank, rank + 1));
       a_request_of_an_exchange(world(rank, rank + 1));
+      a_request_of_messages(world(rank, rank + 1));
     }
 }
 

@@ -383,15 +383,16 @@ class PlanOfMessages:
     """The places of moves in the result."""
 
 
-def of_messages(exchange: Exchange, word: int) -> PlanOfMessages:
-    """Return the plan of the messages of an exchange, in words of so many bytes."""
+def of_messages(exchange: Exchange, word: int, started: bool) -> PlanOfMessages:
+    """Return the plan of the messages of an exchange, in words of so many bytes. `started`: with what the rank sends to
+    itself, which waits with them."""
     sends = exchange.messages(0, sent=True)
-    receives = exchange.messages(sends.end, sent=False)
-    bytes_ = {"sent": sends.end, "received": receives.end - sends.end}
-    header = {"begin": _BEGINS.index("messages"), **bytes_}
-    sizes = (bytes_["sent"] // word, bytes_["received"] // word)
-    sent = {index: place // word for index, place in sends.places.items()}
-    received = {index: (place - sends.end) // word for index, place in receives.places.items()}
+    own = exchange.own(sends.end) if started else _Messages(sends.end)
+    receives = exchange.messages(own.end, sent=False)
+    header = {"begin": _BEGINS.index("messages"), "sent": own.end, "received": receives.end - own.end}
+    sizes = (own.end // word, (receives.end - sends.end) // word)
+    sent = {index: place // word for index, place in {**sends.places, **own.places}.items()}
+    received = {index: (place - sends.end) // word for index, place in {**own.places, **receives.places}.items()}
     return PlanOfMessages(_plan(exchange, header, sizes, sends, receives), sizes, sent, received)
 
 

@@ -43,8 +43,8 @@ class ByPlan(Operation[Planned]):
     def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals, params)}
 
-    def composed(self, avals: Arrays, params: Planned) -> Composed | None:
-        return None if self.starts or self.waits else Composed(plan(avals, params))
+    def composed(self, avals: Arrays, params: Planned) -> Composed:
+        return Composed(plan(avals, params))
 
     def why_not_differentiable(self, params: Planned) -> str:
         return params.pattern.why_not_differentiable

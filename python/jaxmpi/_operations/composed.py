@@ -23,16 +23,19 @@ _REDUCE: dict[str, Callable[..., Any]] = {"SUM": jnp.sum, "MAX": jnp.max, "MIN":
 
 
 class Composed:
-    """The messages of a plan as an operand and a result."""
+    """The messages of a plan as an operand and a result. `started`: of an exchange in two calls."""
 
-    def __init__(self, plan: plans.Plan):
+    def __init__(self, plan: plans.Plan, started: bool = False):
         self._exchange = plan.exchange
         sizes = [np.dtype(aval.dtype).itemsize for aval in self._exchange.avals]
         self._word = _WORDS[min(4, *sizes)]
         """The type of the operand and of the result: a message is made of whole words."""
-        self._of = plans.of_messages(self._exchange, self._word.itemsize)
+        self._of = plans.of_messages(self._exchange, self._word.itemsize, started)
         self.plan = self._of.plan
-        self.operand, self.result = (internals.ShapedArray((size,), self._word) for size in self._of.sizes)
+        sent, received = (internals.ShapedArray((size,), self._word) for size in self._of.sizes)
+        self.operands, self.results = [sent], [received]
+        self.shown = sent
+        """The array of the call, for reports."""
 
     def pack(self, *arrays: jax.Array) -> list[jax.Array]:
         """Return the operand. The labels, and what lies between the parts, are zero."""
@@ -43,7 +46,7 @@ class Composed:
             words = _words_of(_read(arrays[move.leaf], move.read), self._word)
             pieces += [jnp.zeros(begin - end, self._word), words]
             end = begin + words.size
-        pieces.append(jnp.zeros(self.operand.size - end, self._word))
+        pieces.append(jnp.zeros(self._of.sizes[0] - end, self._word))
         return [lax.concatenate(pieces, 0)]
 
     def unpack(self, *operands: jax.Array) -> list[jax.Array]:
@@ -66,6 +69,32 @@ class Composed:
                 part = _read(arrays[move.leaf], move.read).reshape(-1)
             results[move.leaf] = _write(results[move.leaf], move.written, _walked_back(part, move.written), of.combines)
         return results
+
+
+class Begun(Composed):
+    """The start of an exchange: the result is a request."""
+
+    def __init__(self, plan: plans.Plan, request: Any):
+        super().__init__(plan, started=True)
+        self.results = [internals.ShapedArray(request.shape, request.dtype)]
+
+    def unpack(self, *operands: jax.Array) -> list[jax.Array]:
+        return [operands[-1]]
+
+
+class Ended(Composed):
+    """The end of an exchange: the last operand is a request."""
+
+    def __init__(self, plan: plans.Plan, request: Any):
+        super().__init__(plan, started=True)
+        self.operands, (self.shown,) = [request], self.results
+
+    def pack(self, *operands: jax.Array) -> list[jax.Array]:
+        return [operands[-1]]
+
+    def unpack(self, *operands: jax.Array) -> list[jax.Array]:
+        *fields, _, messages = operands
+        return super().unpack(*fields, messages)
 
 
 # --- words -----------------------------------------------------------------------------------------------------------

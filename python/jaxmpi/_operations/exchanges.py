@@ -16,6 +16,7 @@ from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched, dependent_zeros, depends_on
 from jaxmpi._operations.by_plan import ByPlan, of_words, plan
 from jaxmpi._operations.common import MOST_ARRAYS, Arrays
+from jaxmpi._operations.composed import Begun, Composed, Ended
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
 from jaxmpi._primitive import keys
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
@@ -31,6 +32,9 @@ class ExchangeStart(Starting[Planned], ByPlan):
     """Sends what the neighbours need."""
 
     nondifferentiable_on_all_ranks = False  # the operation that waits for it may have tangents
+
+    def composed(self, avals: Arrays, params: Planned) -> Composed:
+        return Begun(plan(avals, params), *self.results(avals, params))
 
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
         operands = self.batch_fields(axis, operands, axes, params)
@@ -65,6 +69,9 @@ class ExchangeFinish(ByPlan):
 
     def static_attributes(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}
+
+    def composed(self, avals: Arrays, params: Planned) -> Composed:
+        return Ended(plan(avals[:-1], params), avals[-1])
 
     def finish(self, arrays: Arrays, which: Sequence[int], request: Any, params: Planned) -> list[Any]:
         if not which:

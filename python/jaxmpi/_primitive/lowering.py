@@ -63,8 +63,8 @@ def add_site(op: Any, operands: Sequence[Any], params: Any, site: str) -> None:
     composed = op.composed(operands, params) if DEVICES.platforms else None
     if composed is not None:
         of_call = {**attributes_of(op, operands, params), "plan": composed.plan.number}
-        code = DATATYPES[composed.operand.dtype.name].code
-        _core.add_site(op.core_name, tuple(map(int, of_call.values())), code, composed.operand.size, site)
+        code = DATATYPES[composed.shown.dtype.name].code
+        _core.add_site(op.core_name, tuple(map(int, of_call.values())), code, composed.shown.size, site)
     results = op.results(operands, params)
     roles, written, passed, filled = _passed(op, params, len(operands), len(results))
     read = [operands[i] for i in passed if roles[i] == "mpi"]
@@ -121,10 +121,10 @@ def _lowering(op: Any, target: str, on_device: bool) -> Callable[..., Any]:
         composed = op.composed(ctx.avals_in, call) if on_device else None
         if composed is not None:
             attributes["plan"] = np.int64(composed.plan.number)
-            sent = internals.lower_inline(ctx, composed.pack, operands, ctx.avals_in, [composed.operand])
-            received = make(ctx, sent, [composed.operand], [composed.result], **attributes)
-            of_unpack = [*ctx.avals_in, composed.result]
-            return internals.lower_inline(ctx, composed.unpack, [*operands, *received], of_unpack, ctx.avals_out)
+            sent = internals.lower_inline(ctx, composed.pack, operands, ctx.avals_in, composed.operands)
+            received = make(ctx, sent, composed.operands, composed.results, **attributes)
+            avals = [*ctx.avals_in, *composed.results]
+            return internals.lower_inline(ctx, composed.unpack, [*operands, *received], avals, ctx.avals_out)
         roles, written, passed, filled = _passed(op, call, len(operands), len(ctx.avals_out))
         aliases = None
         if op.aliases(len(operands), call):
