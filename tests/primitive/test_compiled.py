@@ -94,6 +94,18 @@ def test_grids(names, sharding, comm):
     compare(jax.grad(lambda x: jnp.sum(jnp.sin(steps(x)[0]) ** 2)), sharding, row(ROWS))
 
 
+def test_fields_stay_where_they_are(sharding, comm):
+    """An exchange in a loop is one call, of what travels, and nothing copies the field."""
+    grid = jaxmpi.Grid((comm.size, 1), shape=(64 * comm.size, 64), periodic=True, comm=comm)
+    shape = jax.ShapeDtypeStruct((66, 66), jnp.float32, sharding=sharding)
+    steps = jax.jit(lambda x: lax.fori_loop(0, 9, lambda _, x: grid.exchange(jnp.sin(x)), x), donate_argnums=0)
+    made = steps.trace(shape).lower(lowering_platforms=("cuda",)).compile().as_text()
+    (call,) = (line for line in made.splitlines() if 'custom_call_target="jaxmpi_exchange"' in line)
+    assert not re.search(r"\[66,66\]", call)
+    assert not re.search(r"f32\[66,66\]\S* copy\(", made)
+    assert "callback" not in made
+
+
 def test_index_maps(sharding, rank, size):
     ghosts = [(rank + 1) % size * ROWS + i for i in (0, 2)] if size > 1 else []
     points = jaxmpi.IndexMap(range(rank * ROWS, (rank + 1) * ROWS), ghosts)

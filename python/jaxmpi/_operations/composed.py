@@ -58,15 +58,17 @@ class Composed:
             value = np.asarray(fill.value).astype(of.results[fill.leaf].dtype)
             part = jnp.broadcast_to(value, fill.written.counts)
             results[fill.leaf] = _write(results[fill.leaf], fill.written, part, None)
-        for index, move in enumerate(of.moves):  # sums in this order, on which the last bits depend
-            if move.dest != of.rank:
-                continue
-            if index in self._of.received:
+        arriving = {index: move for index, move in enumerate(of.moves) if move.dest == of.rank}
+        own = {i: _read(arrays[m.leaf], m.read).reshape(-1) for i, m in arriving.items() if i not in self._of.received}
+        # Read before anything is written: otherwise XLA keeps a copy of the field to read from.
+        own = lax.optimization_barrier(own)
+        for index, move in arriving.items():  # sums in this order, on which the last bits depend
+            if index in own:
+                part = own[index]
+            else:
                 begin, dtype = self._of.received[index], np.dtype(of.avals[move.leaf].dtype)
                 end = begin + move.read.size * dtype.itemsize // self._word.itemsize
                 part = _of_words(lax.slice(messages, (begin,), (end,)), dtype)
-            else:
-                part = _read(arrays[move.leaf], move.read).reshape(-1)
             results[move.leaf] = _write(results[move.leaf], move.written, _walked_back(part, move.written), of.combines)
         return results
 
@@ -130,11 +132,18 @@ def _order(box: Box) -> list[int]:
     return axes[: len(axes) - len(walk)] + [axis % len(axes) for axis in walk]
 
 
+def _indices(box: Box) -> Any:
+    """Return the indices of a box with a list."""
+    assert box.listed is not None
+    values = box.listed[1].values
+    return values.astype(np.int32) if values.max(initial=0) <= np.iinfo(np.int32).max else values
+
+
 def _read(x: jax.Array, box: Box) -> jax.Array:
     """Return the elements of a box, in the order in which they are walked."""
     for axis, (start, count, step) in enumerate(zip(box.starts, box.counts, box.steps, strict=True)):
         if box.listed is not None and box.listed[0] == axis:
-            x = jnp.take(x, box.listed[1].values, axis, mode="clip")
+            x = jnp.take(x, _indices(box), axis, mode="clip")
             continue
         low, high = sorted((start, start + step * (count - 1)))
         x = lax.slice_in_dim(x, low, high + 1, abs(step) or 1, axis)
@@ -163,7 +172,7 @@ def _write(x: jax.Array, box: Box, part: jax.Array, combines: str | None) -> jax
         low, high = sorted((start, start + step * (count - 1)))
         index.append(slice(low, high + 1, abs(step) or 1))
     if box.listed is not None:
-        index[box.listed[0]] = box.listed[1].values
+        index[box.listed[0]] = _indices(box)
     elif all(part.step == 1 for part in index):
         starts = [part.start for part in index]
         if combines is not None:
