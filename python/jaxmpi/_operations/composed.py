@@ -28,7 +28,7 @@ class Composed:
     def __init__(self, plan: plans.Plan, started: bool = False):
         self._exchange = plan.exchange
         sizes = [np.dtype(aval.dtype).itemsize for aval in self._exchange.avals]
-        self._word = _WORDS[min(4, *sizes)]
+        self._word = _WORDS[min([4, *sizes])]
         """The type of the operand and of the result: a message is made of whole words."""
         self._of = plans.of_messages(self._exchange, self._word.itemsize, started)
         self.plan = self._of.plan
