@@ -277,7 +277,8 @@ static void a_request_of_an_exchange(const struct communicator *comm) {
   CHECK_EQUAL(requests_in_flight() + fake->live_requests + fake->queued + fake->live_matched, 0);
 }
 
-/* XLA composes a message of six words to the same rank, and two words that stay: the result is these and the message. */
+/* XLA composes a message of six words to the same rank, and two words that stay: the result is these and the message.
+ */
 static void a_request_of_messages(const struct communicator *comm) {
   enum { BYTES = 24, STAYS = 8 };
   static const struct plan *made[4];
