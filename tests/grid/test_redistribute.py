@@ -169,7 +169,7 @@ def test_how_results_begin(monkeypatch):
     made = {}
 
     class Spy:
-        def __init__(self, words):
+        def __init__(self, words, exchange):
             made.update(zip(CONSTANTS["PLAN_HEADER"], words, strict=False))
 
     monkeypatch.setattr(plans, "Plan", Spy)

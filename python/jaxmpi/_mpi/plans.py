@@ -97,7 +97,7 @@ class Exchange:
     avals: Sequence[Any]
     results: Sequence[Any]
     moves: Sequence[Move]
-    """In the order of the keys, without moves of no elements."""
+    """All moves in which the rank takes part and that have elements, in the order of the keys."""
     fills: Sequence[Fill]
     combines: str | None
     zeroed: bool
@@ -376,7 +376,7 @@ class PlanOfMessages:
 
     plan: Plan
     sizes: tuple[int, int]
-    """Of the operand and of the result, in words."""
+    """The words of the operand, and of the result."""
     sent: dict[int, int]
     """The places of moves in the operand, in words, by the index of the move."""
     received: dict[int, int]
