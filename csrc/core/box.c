@@ -396,15 +396,3 @@ void box_combine(const struct box *box, enum combination how, const struct datat
                  const char *message) {
   walk_box(combiner_of(how, type), box, array, message);
 }
-
-int64_t box_bytes(const struct box *box) {
-  int64_t bytes = box->run;
-  for (int axis = 0; axis < box->axes; axis++) bytes *= box->counts[axis];
-  return bytes;
-}
-
-struct box box_without_gaps(const struct box *box) {
-  struct box whole = {.run = box_bytes(box)};
-  memcpy(whole.value, box->value, sizeof whole.value);
-  return whole;
-}

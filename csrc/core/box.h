@@ -51,9 +51,4 @@ void box_fill(const struct box *box, void *array);
 bool box_is_like(const struct box *box, const struct box *other);
 void box_copy(const struct box *from, const void *read, const struct box *to, void *written);
 
-int64_t box_bytes(const struct box *box);
-
-/* The box of an array that consists of the parts of the box, one after the other, as a message does. */
-struct box box_without_gaps(const struct box *box);
-
 #endif

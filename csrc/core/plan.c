@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/buffers.h"
 #include "core/failure.h"
 #include "core/registry.h"
 
@@ -148,20 +147,6 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan, bool ope
   return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays do not fit the plan: reinstall jaxmpi");
 }
 
-ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
-  ffi_error *error = NULL;
-  if (plan->begin == BEGINS_COVERED || is_of_messages(plan)) return NULL;
-  for (int i = 0; i < buffers_of(plan) && error == NULL; i++) {
-    const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
-    if (out->count == 0 || (in->data == out->data && plan->begin == BEGINS_AS_OPERANDS)) continue;
-    if (plan->begin == BEGINS_AS_ZERO)
-      error = call_zero(call, out->data, buffer_bytes(out));
-    else
-      error = call_move(call, out->data, in->data, buffer_bytes(out));
-  }
-  return error;
-}
-
 uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number) {
   uint64_t hash = plan->signature + number * UINT64_C(0x9e3779b97f4a7c15);
   hash ^= (uint64_t)call->attributes[attribute_of(call->operation, KIND_DERIVATIVE)] * UINT64_C(0xd1342543de82ef95);
@@ -200,8 +185,20 @@ void plan_compose_rest(const struct call *call, const struct plan *plan, char *s
   for (; pairs && next < plan->pack_count; next++) gather(call, &plan->packs[next], stage, false);
 }
 
+static void begin_results(const struct call *call, const struct plan *plan) {
+  if (plan->begin != BEGINS_AS_OPERANDS && plan->begin != BEGINS_AS_ZERO) return;
+  for (int i = 0; i < plan->arrays; i++) {
+    const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
+    if (out->count == 0) continue;
+    if (plan->begin == BEGINS_AS_ZERO)
+      memset(out->data, 0, buffer_bytes(out));
+    else if (in->data != out->data)
+      memcpy(out->data, in->data, buffer_bytes(out));
+  }
+}
+
 void plan_fill(const struct call *call, const struct plan *plan) {
-  plan_begin(call, plan); /* on the host it cannot fail */
+  begin_results(call, plan);
   for (int i = 0; i < plan->fill_count; i++) box_fill(&plan->fills[i], plan_result(call, plan->fills[i].leaf)->data);
 }
 

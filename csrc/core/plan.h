@@ -112,9 +112,6 @@ static inline const struct buffer *plan_result(const struct call *call, int leaf
 /* NULL, or the error: the arrays of the call are not those of the plan. The call has operands, results or both. */
 ffi_error *plan_check(const struct call *call, const struct plan *plan, bool operands, bool results);
 
-/* Let the results begin as the plan says, in whichever memory they lie; so it can fail. */
-ffi_error *plan_begin(const struct call *call, const struct plan *plan);
-
 /* Compose the message of a send, which begins with the pack `next`, in `stage`, except for the label. Return the next
  * pack. */
 int plan_compose_message(const struct call *call, const struct plan *plan, char *stage, int send, int next);

@@ -221,6 +221,12 @@ TEST(numbers_must_describe_a_plan) {
 
 enum { MOST_BYTES = 1 << 16, GUARD = 64 };
 
+static int64_t box_bytes(const struct box *box) {
+  int64_t bytes = box->run;
+  for (int axis = 0; axis < box->axes; axis++) bytes *= box->counts[axis];
+  return bytes;
+}
+
 /* Gathers `parts` parts for each of `rows` rows, and compares with each byte where it is to come from. */
 static bool gathered(int64_t run, int64_t parts, int64_t rows, const struct indices *list, int64_t stage) {
   static char from[4 * MOST_BYTES], expected[MOST_BYTES + 2 * GUARD];

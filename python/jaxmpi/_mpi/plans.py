@@ -370,6 +370,10 @@ def _plan(
     return Plan([int(word) for word in (*head, *elements, *sends.words, *receives.words, *boxes)], exchange)
 
 
+cached = functools.lru_cache(maxsize=4096)
+"""The cache of functions that make plans."""
+
+
 @dataclass(frozen=True)
 class PlanOfMessages:
     """A plan of the same messages. The operand is all that is sent, the result all that is received."""
@@ -383,9 +387,11 @@ class PlanOfMessages:
     """The places of moves in the result."""
 
 
-def of_messages(exchange: Exchange, word: int, started: bool) -> PlanOfMessages:
-    """Return the plan of the messages of an exchange, in words of so many bytes. `started`: with what the rank sends to
+@cached
+def of_messages(plan: Plan, word: int, started: bool) -> PlanOfMessages:
+    """Return the plan of the messages of a plan, in words of so many bytes. `started`: with what the rank sends to
     itself, which waits with them."""
+    exchange = plan.exchange
     sends = exchange.messages(0, sent=True)
     own = exchange.own(sends.end) if started else _Messages(sends.end)
     receives = exchange.messages(own.end, sent=False)
@@ -394,7 +400,3 @@ def of_messages(exchange: Exchange, word: int, started: bool) -> PlanOfMessages:
     sent = {index: place // word for index, place in {**sends.places, **own.places}.items()}
     received = {index: (place - sends.end) // word for index, place in {**own.places, **receives.places}.items()}
     return PlanOfMessages(_plan(exchange, header, sizes, sends, receives), sizes, sent, received)
-
-
-cached = functools.lru_cache(maxsize=4096)
-"""The cache of functions that make plans."""

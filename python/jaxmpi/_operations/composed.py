@@ -30,7 +30,7 @@ class Composed:
         sizes = [np.dtype(aval.dtype).itemsize for aval in self._exchange.avals]
         self._word = _WORDS[min([4, *sizes])]
         """The type of the operand and of the result: a message is made of whole words."""
-        self._of = plans.of_messages(self._exchange, self._word.itemsize, started)
+        self._of = plans.of_messages(plan, self._word.itemsize, started)
         self.plan = self._of.plan
         sent, received = (internals.ShapedArray((size,), self._word) for size in self._of.sizes)
         self.operands, self.results = [sent], [received]

@@ -60,18 +60,19 @@ def attributes_of(op: Any, operands: Sequence[Any], params: Any) -> dict[str, np
 
 def add_site(op: Any, operands: Sequence[Any], params: Any, site: str) -> None:
     """Register with the core that this line of the program makes this call, for reports and the timeline."""
-    composed = op.composed(operands, params) if DEVICES.platforms else None
-    if composed is not None:
-        of_call = {**attributes_of(op, operands, params), "plan": composed.plan.number}
-        code = DATATYPES[composed.shown.dtype.name].code
-        _core.add_site(op.core_name, tuple(map(int, of_call.values())), code, composed.shown.size, site)
     results = op.results(operands, params)
     roles, written, passed, filled = _passed(op, params, len(operands), len(results))
     read = [operands[i] for i in passed if roles[i] == "mpi"]
     arrays = read or [results[i] for i in filled if written[i] == "mpi"]
+    attributes = attributes_of(op, operands, params)
+    _add_call(op, attributes, arrays, site)
+    if DEVICES.platforms and (composed := op.composed(operands, params)) is not None:
+        _add_call(op, {**attributes, "plan": composed.plan.number}, [composed.shown], site)
+
+
+def _add_call(op: Any, attributes: dict[str, Any], arrays: Sequence[Any], site: str) -> None:
     code = DATATYPES[np.dtype(arrays[0].dtype).name].code if arrays else -1
-    attributes = tuple(map(int, attributes_of(op, operands, params).values()))
-    _core.add_site(op.core_name, attributes, code, op.elements(arrays), site)
+    _core.add_site(op.core_name, tuple(map(int, attributes.values())), code, op.elements(arrays), site)
 
 
 def find_site(op: Any, operands: Sequence[Any], params: Any) -> None:
