@@ -26,6 +26,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# JAX does not write an entry at once: a rank of a job that reads what another one is writing warns, and compiles.
+_shared = ("Error reading persistent compilation cache", "Error writing persistent compilation cache")
+os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore:{text}" for text in _shared))
 quick.begin()
 
 import jax  # noqa: E402 (what is set above counts from here on)
