@@ -60,6 +60,13 @@ static void parts_free(struct parts *parts) {
   span_free(&parts->row);
 }
 
+/* Addresses for arrays of no elements. XLA may put such an array at the address of another one, and MPI may refuse to
+ * read and write at one address. */
+static char nothing[2];
+
+static const void *rows_in(const struct buffer *in) { return in->count > 0 ? in->data : &nothing[0]; }
+static void *rows_out(const struct buffer *out) { return out->count > 0 ? out->data : &nothing[1]; }
+
 /* Where `elements` are received: in `out`, or, if they do not fit, in host memory, because the other ranks send them
  * in any case. */
 struct landing {
@@ -69,7 +76,7 @@ struct landing {
 
 static ffi_error *landing_make(const struct call *c, const struct buffer *out, int64_t elements,
                                struct landing *landing) {
-  *landing = (struct landing){out->data, NULL, elements};
+  *landing = (struct landing){rows_out(out), NULL, elements};
   if (elements <= out->count) return NULL;
   landing->data = landing->own = malloc((size_t)elements * out->type->bytes);
   if (landing->own == NULL)
@@ -142,7 +149,7 @@ ffi_error *BODY(allgatherv)(struct call *c) {
   int code = MPI_SUCCESS;
   if (error == NULL) error = landing_make(c, b.out, parts.elements, &to);
   if (error == NULL)
-    code = mpi.Allgatherv(b.in->data, parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
+    code = mpi.Allgatherv(rows_in(b.in), parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
                           parts.type, comm);
   parts_free(&parts);
   if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);
@@ -192,7 +199,7 @@ ffi_error *BODY(alltoallv)(struct call *c) {
   if (error == NULL) error = landing_make(c, b.out, received.elements, &to);
   int code = MPI_SUCCESS;
   if (error == NULL)
-    code = mpi.Alltoallv(b.in->data, sent.counts, sent.offsets, sent.type, to.data, received.counts, received.offsets,
+    code = mpi.Alltoallv(rows_in(b.in), sent.counts, sent.offsets, sent.type, to.data, received.counts, received.offsets,
                          received.type, comm);
   parts_free(&sent);
   parts_free(&received);
@@ -216,7 +223,7 @@ ffi_error *BODY(gatherv)(struct call *c) {
   int code = MPI_SUCCESS;
   if (error == NULL && root) error = landing_make(c, b.out, parts.elements, &to);
   if (error == NULL)
-    code = mpi.Gatherv(b.in->data, parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
+    code = mpi.Gatherv(rows_in(b.in), parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
                        parts.type, (int)a.root, comm);
   parts_free(&parts);
   if (error == NULL && root) return landing_end(c, b.out, a.row, &to, code);
@@ -243,7 +250,7 @@ ffi_error *BODY(reduce_scatterv)(struct call *c) {
     }
     if (error != NULL) free(to.own);
   } else if (error == NULL) {
-    code = mpi.Reduce_scatter(b.in->data, to.data, parts.counts, parts.type, handle_of(a.op), comm);
+    code = mpi.Reduce_scatter(rows_in(b.in), to.data, parts.counts, parts.type, handle_of(a.op), comm);
   }
   parts_free(&parts);
   if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);
@@ -264,7 +271,7 @@ ffi_error *BODY(scatterv)(struct call *c) {
   int code = MPI_SUCCESS;
   if (error == NULL) error = landing_make(c, b.out, row_count(b.counts, rank) * a.row, &to);
   if (error == NULL)
-    code = mpi.Scatterv(b.in->data, parts.counts, parts.offsets, parts.type, to.data, parts.counts[rank], parts.type,
+    code = mpi.Scatterv(rows_in(b.in), parts.counts, parts.offsets, parts.type, to.data, parts.counts[rank], parts.type,
                         (int)a.root, comm);
   parts_free(&parts);
   if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);

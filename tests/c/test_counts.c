@@ -46,6 +46,8 @@ static ffi_error *run_it(void) {
   struct array from = MATRIX(c.dtype, in, c.in_rows, c.row), to = MATRIX(c.dtype, out, c.out_rows, c.row);
   struct array arrays[3];
   int count = 0;
+  if (c.out_rows * c.row == 0) to.data = in; /* XLA may put an array of no elements at the address of another one */
+  if (c.in_rows * c.row == 0) from.data = to.data;
   if (reads()) arrays[count++] = from;
   arrays[count++] = ARRAY(S32, c.sent, c.size);
   if (to_all()) arrays[count++] = ARRAY(S32, c.received, c.size);
@@ -114,6 +116,8 @@ TEST(parts_follow_each_other) {
       if (!CHECK_SAME(out, expected, bytes) || !CHECK(is_blank(out, bytes, ROOM))) return;
       bool large = turn % 3 != 0 && is("reduce_scatterv");
       if (!large && !CHECK_EQUAL(times_called(functions[which]), 1)) return;
+      for (int i = 0; reads() && writes() && i < times_called(functions[which]); i++)
+        if (!CHECK(called(functions[which], i)->in != called(functions[which], i)->out)) return;
     }
 }
 
