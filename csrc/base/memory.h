@@ -49,6 +49,7 @@ struct memory {
   int (*count)(int *devices); /* devices that this process may use */
 
   int (*context)(void *stream, void **context); /* of a stream of XLA's */
+  int (*first_context)(void **context);         /* of the first device that this process may use */
   int (*enter)(void *context, void **previous);
   int (*leave)(void *previous);
 
@@ -79,19 +80,20 @@ struct memory {
   int (*event_make)(void **event);
   int (*event_free)(void *event);
   int (*event_record)(void *event, void *stream); /* marks the work enqueued so far */
+  int (*event_done)(void *event, bool *done);     /* whether that work is done */
   int (*event_synchronize)(void *event);          /* waits until that work is done */
 
   void (*text)(int code, const char **name, const char **text); /* of an error code; NULL if unknown */
 };
 
 /* Initializes the members from static functions of the same names. */
-#define MEMORY_FUNCTIONS                                                                                            \
-  .count = count, .context = context, .enter = enter, .leave = leave, .pin = pin, .unpin = unpin,                   \
-  .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, .call = call, .stream_make = stream_make, \
-  .stream_free = stream_free, .stream_synchronize = stream_synchronize, .stream_wait = stream_wait,                 \
-  .event_make = event_make, .event_free = event_free, .event_record = event_record, .has_flags = has_flags,         \
-  .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free, .flag_write = flag_write,             \
-  .flag_wait = flag_wait, .event_synchronize = event_synchronize, .text = text
+#define MEMORY_FUNCTIONS                                                                                              \
+  .count = count, .context = context, .first_context = first_context, .event_done = event_done, .enter = enter,       \
+  .leave = leave, .pin = pin, .unpin = unpin, .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, \
+  .call = call, .stream_make = stream_make, .stream_free = stream_free, .stream_synchronize = stream_synchronize,     \
+  .stream_wait = stream_wait, .event_make = event_make, .event_free = event_free, .event_record = event_record,       \
+  .has_flags = has_flags, .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free,                 \
+  .flag_write = flag_write, .flag_wait = flag_wait, .event_synchronize = event_synchronize, .text = text
 
 /* Enqueue copies of rows, whatever their distance: up to the device, or down to the host. */
 int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);

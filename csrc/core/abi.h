@@ -56,6 +56,13 @@ struct abi {
   /* Return whether the work of a request is still under way. It does not wait. Under the lock of requests/table.h. */
   bool (*test_request)(struct request *request);
 
+  /* For devices/nccl.h. All ranks of a communicator call `share`, which passes bytes of rank 0 to all of them, and
+   * `worst`, which finds the greatest number of any rank, and a rank that has it. Both return an MPI error code.
+   * `progress` lets the library work on what is under way, and does not wait. Any thread. */
+  int (*share)(const struct communicator *comm, void *data, size_t bytes);
+  int (*worst)(const struct communicator *comm, int32_t mine, int *worst, int *rank);
+  void (*progress)(void);
+
   /* The class of an error code. Any thread. */
   int (*error_class)(int code);
 

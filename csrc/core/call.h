@@ -42,10 +42,12 @@ struct call {
   struct communicator *comm;
   const struct memory *memory; /* that MPI's buffers lie in */
   void *stream;                /* XLA's; NULL for the host */
+  void *context;               /* of the stream, if NCCL carries the call */
   const struct call *leaves;   /* of a call with joined buffers: as XLA made it; NULL otherwise */
   const char *function;        /* MPI function, for errors and the log */
   struct division division;
   enum reducer reducer; /* REDUCER_MPI if the operation is not a reduction */
+  bool by_nccl;         /* NCCL carries it, and MPI does not: call_is_by_nccl */
   bool labelled;        /* if a message: a label with the contents goes along */
   bool sending;         /* a message of this rank is under way; it must be received before the call returns */
   bool reads_envelope;  /* ranks and tags are still to be read from the last buffers */

@@ -38,11 +38,17 @@ struct communicator {
   int in_vain;                         /* and how many in a row have had no answer in time */
   struct agreement *_Atomic agreement; /* agreement.h; NULL: the ranks of it cannot be asked */
   atomic_uint_least64_t planned;       /* calls with a plan so far: plan.h */
-  atomic_int queued;                   /* posted receives and unexpected messages: requests/queue.h */
+  /* NCCL carries what it can (devices/nccl.h), the same on all ranks; NULL: has not carried a call yet. */
+  atomic_bool by_nccl;
+  struct nccl *nccl;
+  atomic_int queued; /* posted receives and unexpected messages: requests/queue.h */
 };
 
 /* The code that combines two elements. The user's function may be written in Python. */
 enum reducer { REDUCER_USER, REDUCER_OURS, REDUCER_MPI };
+
+/* Reductions that NCCL has, by NCCL's numbers. */
+enum { BASIC_SUM, BASIC_PROD, BASIC_MAX, BASIC_MIN, BASICS };
 
 /* A reduction, an MPI_Op. Made once and never freed, like communicators. */
 struct reduction {
@@ -51,6 +57,7 @@ struct reduction {
   enum reducer by;
   const void *users; /* the handle in the user's own object, which changes when that is freed; NULL: not a user's */
   int width;         /* of that handle, in bytes */
+  int basic;         /* BASIC_SUM to BASIC_MIN; -1: another one, or a user's */
   char name[];
 };
 

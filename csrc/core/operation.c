@@ -5,7 +5,7 @@
 
 const struct function function_table[] = {
     [FUNCTION_OF_ROW] = {"", 0, "", 0},
-#define OPERATION(name, divisibility, buffers, attributes)
+#define OPERATION(name, engine, divisibility, buffers, attributes)
 #define FUNCTION(id, operation, shown, compared) {#id, ROW_##operation, shown, FUNCTION_##compared},
 #include "core/ops.def"
 #undef OPERATION

@@ -37,7 +37,8 @@ enum role { ROLE_READ, ROLE_WRITE, ROLE_HOST_READ, ROLE_HOST_WRITE };
 static inline bool role_is_written(enum role role) { return (role & 1) != 0; }
 static inline bool role_is_of_host(enum role role) { return (role & 2) != 0; }
 
-/* How a call may be divided: see ops.def. */
+/* Who may carry a call, and how a call may be divided: see ops.def. */
+enum engine { ENGINE_MPI, ENGINE_NCCL };
 enum divisibility { DIVIDE_WHOLE, DIVIDE_CHUNKS, DIVIDE_GATHERS, DIVIDE_SCATTERS, DIVIDE_EXCHANGES };
 
 /* The kind of an attribute. KIND_RANK and KIND_TAG are numbers that errors show; for KIND_DERIVATIVE to KIND_PLAIN see
@@ -83,6 +84,7 @@ struct operation {
   const char *id;   /* the name in ops.def, for handlers and in Python */
   const char *name; /* the name that users know; see operation_name */
   int row;
+  enum engine engine;
   enum divisibility divisibility;
   int buffer_count, attribute_count;
   int comm; /* index of this attribute */
@@ -129,7 +131,7 @@ static inline bool has_request(const struct operation *operation) {
 }
 
 enum {
-#define OPERATION(name, divisibility, buffers, attributes) ROW_##name,
+#define OPERATION(name, engine, divisibility, buffers, attributes) ROW_##name,
 #include "core/ops.def"
 #undef OPERATION
   OPERATION_COUNT
@@ -137,7 +139,7 @@ enum {
 
 enum {
   FUNCTION_OF_ROW,
-#define OPERATION(name, divisibility, buffers, attributes)
+#define OPERATION(name, engine, divisibility, buffers, attributes)
 #define FUNCTION(id, operation, shown, compared) FUNCTION_##id,
 #include "core/ops.def"
 #undef OPERATION
@@ -148,9 +150,9 @@ static inline bool waits_for_request(int row) { return row == ROW_wait || row ==
 
 /* The attributes of an operation by name, in the order in which XLA passes them. */
 #define A(kind, name) int64_t name;
-#define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_attributes {                               \
-    attributes                                             \
+#define OPERATION(name, engine, divisibility, buffers, attributes) \
+  struct name##_attributes {                                       \
+    attributes                                                     \
   };
 #include "core/ops.def"
 #undef OPERATION
@@ -161,9 +163,9 @@ static inline bool waits_for_request(int row) { return row == ROW_wait || row ==
 #define EACH(role, name)   struct buffer *name;
 #define JOINED(role, name) struct buffer *name;
 #define PARTLY(role, name) struct buffer *name;
-#define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_buffers {                                  \
-    buffers                                                \
+#define OPERATION(name, engine, divisibility, buffers, attributes) \
+  struct name##_buffers {                                          \
+    buffers                                                        \
   };
 #include "core/ops.def"
 #undef OPERATION

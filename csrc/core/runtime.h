@@ -32,6 +32,7 @@ struct failure {
 };
 
 struct abi;
+struct call;
 struct agreement;
 
 /* All mutable state that several parts share, except the registry. */
@@ -65,11 +66,12 @@ struct runtime {
   int64_t channel;             /* the handle of a duplicate of COMM_WORLD for agreement.h; 0: none */
   atomic_bool several_threads; /* of the program communicate */
   struct agreement *_Atomic agreements;
-  atomic_bool labels;                /* and no rank has arrays on devices: messages have labels */
-  atomic_bool ends_on_error;         /* an operation that fails ends the job, and does not raise: */
-  void (*abort)(const char *reason); /* with a reason in one line; job_end */
-  atomic_bool log;                   /* a line at the start and at the end of each operation */
-  atomic_uint_least64_t calls;       /* numbers the logged calls */
+  ffi_error *(*enqueue)(struct call *call); /* by NCCL: devices/nccl.h; NULL: it has not been loaded */
+  atomic_bool labels;                       /* and no rank has arrays on devices: messages have labels */
+  atomic_bool ends_on_error;                /* an operation that fails ends the job, and does not raise: */
+  void (*abort)(const char *reason);        /* with a reason in one line; job_end */
+  atomic_bool log;                          /* a line at the start and at the end of each operation */
+  atomic_uint_least64_t calls;              /* numbers the logged calls */
 };
 extern struct runtime runtime;
 

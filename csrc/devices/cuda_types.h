@@ -5,6 +5,7 @@
 #include <stddef.h>
 
 typedef int CUresult;
+typedef int CUdevice;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUevent_st *CUevent;

@@ -13,7 +13,7 @@
 /* Flags: streams that do not wait for the default stream, events without timing, memory pinned for all contexts, and
  * mapped into the device's address space. */
 enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1, MEMHOSTALLOC_DEVICEMAP = 2 };
-enum { WAIT_VALUE_GEQ = 0, WRITE_VALUE_DEFAULT = 0, NOT_SUPPORTED = 801 };
+enum { WAIT_VALUE_GEQ = 0, WRITE_VALUE_DEFAULT = 0, NOT_READY = 600, NOT_SUPPORTED = 801 };
 
 static struct cuda {
 #define FUNCTION(name, suffix, parameters) CUresult(*name) parameters;
@@ -43,6 +43,13 @@ static int count(int *devices) {
 }
 
 static int context(void *stream, void **result) { return CALL(cuStreamGetCtx, stream, (CUcontext *)result); }
+
+static int first_context(void **result) {
+  CUdevice device = 0;
+  int code = CALL(cuInit, 0);
+  if (code == 0) code = CALL(cuDeviceGet, &device, 0);
+  return code != 0 ? code : CALL(cuDevicePrimaryCtxRetain, (CUcontext *)result, device);
+}
 
 static int enter(void *entered, void **previous) {
   *previous = NULL; /* the driver keeps a stack of entered contexts */
@@ -134,6 +141,12 @@ static int event_make(void **event) { return CALL(cuEventCreate, (CUevent *)even
 static int event_free(void *event) { return CALL(cuEventDestroy, event); }
 
 static int event_record(void *event, void *stream) { return CALL(cuEventRecord, event, stream); }
+
+static int event_done(void *event, bool *done) {
+  int code = cuda.cuEventQuery(event);
+  *done = code == 0;
+  return code == NOT_READY ? 0 : memory_checked("cuEventQuery", code);
+}
 
 static int event_synchronize(void *event) { return CALL(cuEventSynchronize, event); }
 

@@ -18,7 +18,7 @@ typedef void (*hipHostFn_t)(void *);
 enum { HOST_TO_DEVICE = 1, DEVICE_TO_HOST = 2, DEVICE_TO_DEVICE = 3 };
 enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, HOST_MALLOC_PORTABLE = 1 };
 enum { ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE = 10013, MALLOC_SIGNAL_MEMORY = 2, SIGNAL_BYTES = 8 };
-enum { WAIT_VALUE_GTE = 0, WRITE_VALUE_DEFAULT = 0, ALL_BITS = -1 };
+enum { WAIT_VALUE_GTE = 0, WRITE_VALUE_DEFAULT = 0, ALL_BITS = -1, NOT_READY = 600 };
 
 static struct hip {
 #define FUNCTION(name, suffix, parameters) hipError_t(*name) parameters;
@@ -54,6 +54,12 @@ static int count(int *devices) {
 static int context(void *stream, void **result) {
   int device = 0, code = CALL(hipStreamGetDevice, stream, &device);
   *result = (void *)(intptr_t)device;
+  return code;
+}
+
+static int first_context(void **result) {
+  int code = CALL(hipInit, 0);
+  *result = NULL; /* device 0 */
   return code;
 }
 
@@ -132,6 +138,12 @@ static int event_make(void **event) { return CALL(hipEventCreateWithFlags, (hipE
 static int event_free(void *event) { return CALL(hipEventDestroy, event); }
 
 static int event_record(void *event, void *stream) { return CALL(hipEventRecord, event, stream); }
+
+static int event_done(void *event, bool *done) {
+  int code = hip.hipEventQuery(event);
+  *done = code == 0;
+  return code == NOT_READY ? 0 : memory_checked("hipEventQuery", code);
+}
 
 static int event_synchronize(void *event) { return CALL(hipEventSynchronize, event); }
 

@@ -5,6 +5,7 @@
 #include "core/failure.h"
 #include "core/plan.h"
 #include "devices/jobs.h"
+#include "devices/nccl.h"
 #include "devices/spaces.h"
 #include "execute/body.h"
 #include "execute/chunks.h"
@@ -154,6 +155,7 @@ void transport_drain(void) {
 }
 
 void transport_finish(void) {
+  nccl_finish();
   pthread_mutex_lock(&states_lock);
   struct stream_state *state = states;
   states = NULL;
@@ -403,7 +405,27 @@ static ffi_error *run_in_state(struct stream_state *state, const struct call *ca
   return error;                          /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
+/* Enqueue a call that NCCL carries. */
+static ffi_error *run_by_nccl(struct stream_state *state, struct call *call) {
+  call->context = state->context;
+  ffi_error *error = call_body(call);
+  if (error != NULL) return error;
+  int code = call->memory->event_record(state->done, call->stream);
+  if (code == 0) return NULL;
+  error = call_fail_driver(call, call->memory, code);
+  state_drain(state);
+  return error;
+}
+
+static ffi_error *fail_thread(const struct call *call) {
+  return call_fail(call, FFI_FAILED_PRECONDITION,
+                   "NCCL carries this operation, and of this process only the thread that imported jaxmpi may use it: "
+                   "two threads could enqueue in another order than those of another rank. Nothing was sent. Call it "
+                   "in that thread, or set JAXMPI_DEVICE_TRANSPORT=auto, which leaves NCCL out");
+}
+
 ffi_error *transport_run(struct call *call) {
+  if (call->by_nccl && !importer) return fail_thread(call);
   const struct memory *memory = call->memory;
   ffi_stream_get_args stream = {sizeof stream, NULL, call->frame->context, NULL};
   ffi_error *error = call->frame->api->stream_get(&stream);
@@ -417,7 +439,7 @@ ffi_error *transport_run(struct call *call) {
   if (code != 0) {
     error = code == -1 ? call_fail(call, FFI_INTERNAL, "no memory") : call_fail_driver(call, memory, code);
   } else {
-    error = run_in_state(state, call);
+    error = call->by_nccl ? run_by_nccl(state, call) : run_in_state(state, call);
     pthread_mutex_unlock(&state->taken);
   }
   code = memory->leave(previous);

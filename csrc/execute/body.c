@@ -37,7 +37,7 @@ static inline ffi_error *run_body(struct call *call) {
   ffi_error *error = call->comparison.due ? compare_ranks(call) : NULL;
   bool begun = error == NULL;
   if (begun) call_begun(call);
-  if (begun) error = runtime.abi->bodies[call->operation->row](call);
+  if (begun) error = call->by_nccl ? runtime.enqueue(call) : runtime.abi->bodies[call->operation->row](call);
   if (runtime.failed != 0 && begun && error == NULL && !has_request(call->operation))
     error = call_confirm_result(call, call->operation);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);

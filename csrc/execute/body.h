@@ -11,8 +11,29 @@
 /* NULL if the communicator can be used; otherwise the error. */
 ffi_error *call_check(const struct call *call);
 
+/* Return whether NCCL carries a call: devices/nccl.h says on what this may depend. */
+static inline bool call_is_by_nccl(const struct call *call) {
+  if (!atomic_load_explicit(&call->comm->by_nccl, memory_order_relaxed)) return false;
+  if (call->operation->engine != ENGINE_NCCL) return false;
+  int at = attribute_of(call->operation, KIND_REDUCTION);
+  if (at < 0) return true;
+  const struct reduction *reduction = object_of(call->attributes[at]);
+  const struct datatype *type = call->buffers[call->first[0]].type;
+  if (reduction->basic < 0 || type == NULL) return false;
+  switch (*type->kind) {
+    case 'i': /* integer; NCCL has no 16-bit integers */
+      return type->bytes != 2;
+    case 'f': /* floating */
+    case 'h': /* half */
+      return true;
+    default: /* of complex numbers, the sum */
+      return *type->kind == 'c' && reduction->basic == BASIC_SUM;
+  }
+}
+
 /* Set the members that depend on the buffers, except for the division of the call. */
 static inline void call_settle(struct call *call) {
+  call->by_nccl = call_is_by_nccl(call);
   call->comparison.due = call->labelled = call->sending = false;
   if (atomic_load_explicit(&call->comm->to_compare, memory_order_acquire) > 0) compare_decide(call);
   call->log.on = atomic_load_explicit(&runtime.log, memory_order_relaxed);

@@ -42,7 +42,7 @@ static inline bool all_are_compared(void) { return atomic_load_explicit(&runtime
 void compare_decide(struct call *call) {
   bool collective = attribute_of(call->operation, KIND_DERIVATIVE) >= 0; /* all collectives have it */
   bool all = all_are_compared();
-  call->comparison.due = call->comm->size > 1 && collective && (all || plan_of(call) == NULL);
+  call->comparison.due = call->comm->size > 1 && collective && (all || call->by_nccl || plan_of(call) == NULL);
   call->labelled = !collective && call->memory->host && has_labels();
   if (call->comparison.due || call->labelled) find_share(call);
 }

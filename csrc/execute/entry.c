@@ -215,7 +215,7 @@ INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory 
   call.reads_envelope = has_traced(&call, operation);
   if (is_joined(operation) && call.buffer_count > operation->buffer_count) return run_joined(&call);
   call_settle(&call);
-  if (memory->host && call.comm->chunk == 0) return call_body(&call); /* as nearly always */
+  if (memory->host && call.comm->chunk == 0 && !call.by_nccl) return call_body(&call); /* as nearly always */
   call_divide(&call);
   return memory->run(&call); /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
@@ -225,7 +225,7 @@ static __attribute__((noinline)) ffi_error *abandon_failed(const ffi_frame *fram
   return error;
 }
 
-#define OPERATION(name, divisibility, buffers, attributes)                 \
+#define OPERATION(name, engine, divisibility, buffers, attributes)         \
   ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory) { \
     ffi_error *error = run_operation(frame, ROW_##name, memory);           \
     return error == NULL ? NULL : abandon_failed(frame, error);            \

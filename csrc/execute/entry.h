@@ -9,7 +9,7 @@
 
 /* The handler of each operation, for buffers in `memory`. It serves two stages: instantiation, once per program, which
  * checks the attributes, and execution. */
-#define OPERATION(name, divisibility, buffers, attributes) \
+#define OPERATION(name, engine, divisibility, buffers, attributes) \
   ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory);
 #include "core/ops.def"
 #undef OPERATION

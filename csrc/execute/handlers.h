@@ -2,12 +2,12 @@
  * defines MEMORY as the structure of it. Threads and locks: as in entry.h. */
 #include "execute/entry.h"
 
-#define OPERATION(name, divisibility, buffers, attributes) \
+#define OPERATION(name, engine, divisibility, buffers, attributes) \
   static ffi_error *handle_##name(ffi_frame *frame) { return entry_##name(frame, &MEMORY); }
 #include "core/ops.def"
 #undef OPERATION
 
-#define OPERATION(name, divisibility, buffers, attributes) handle_##name,
+#define OPERATION(name, engine, divisibility, buffers, attributes) handle_##name,
 static ffi_handler *const handlers[] = {
 #include "core/ops.def"
 };

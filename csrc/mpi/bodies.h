@@ -145,8 +145,8 @@ static inline ffi_error *reduce_to(struct call *c, int root, const struct buffer
 static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
 
 /* The body of an operation. Each is defined in one of the sources that include this file. */
-#define BODY(operation)                                    ABI_JOIN(body_##operation, ABI_NAME)
-#define OPERATION(name, divisibility, buffers, attributes) ffi_error *BODY(name)(struct call * c);
+#define BODY(operation)                                            ABI_JOIN(body_##operation, ABI_NAME)
+#define OPERATION(name, engine, divisibility, buffers, attributes) ffi_error *BODY(name)(struct call * c);
 #include "core/ops.def"
 #undef OPERATION
 

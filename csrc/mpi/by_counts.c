@@ -199,8 +199,8 @@ ffi_error *BODY(alltoallv)(struct call *c) {
   if (error == NULL) error = landing_make(c, b.out, received.elements, &to);
   int code = MPI_SUCCESS;
   if (error == NULL)
-    code = mpi.Alltoallv(rows_in(b.in), sent.counts, sent.offsets, sent.type, to.data, received.counts, received.offsets,
-                         received.type, comm);
+    code = mpi.Alltoallv(rows_in(b.in), sent.counts, sent.offsets, sent.type, to.data, received.counts,
+                         received.offsets, received.type, comm);
   parts_free(&sent);
   parts_free(&received);
   if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);

@@ -4,6 +4,7 @@
 
 #include "base/symbols.h"
 #include "core/abi.h"
+#include "devices/nccl.h"
 #include "devices/transport.h"
 #include "execute/agreement.h"
 #include "mpi/match.h"
@@ -43,6 +44,7 @@ static void forget_communicator(struct communicator *comm) {
 static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
   transport_drain();
+  nccl_free(value);
   if (value == runtime.self) agreement_finish();
   forget_communicator(value);
   return MPI_SUCCESS;
@@ -138,6 +140,30 @@ static int cancel_message(intptr_t *request) {
   return code != MPI_SUCCESS ? code : mpi.Wait(&cancelled, &ignored);
 }
 
+/* --- see devices/nccl.h --- */
+
+static int share(const struct communicator *comm, void *data, size_t bytes) {
+  return mpi.Bcast(data, (int)bytes, bytes_type(), 0, handle_of_comm(comm));
+}
+
+static int worst_of(const struct communicator *comm, int32_t mine, int *worst, int *rank) {
+  MPI_Datatype type = (MPI_Datatype)runtime.datatypes[FFI_DTYPE_S32];
+  int32_t *all = malloc((size_t)comm->size * sizeof *all);
+  if (all == NULL) return CODE_NO_MEMORY;
+  int code = mpi.Allgather(&mine, 1, type, all, 1, type, handle_of_comm(comm));
+  *worst = *rank = 0;
+  for (int r = 0; r < comm->size && code == MPI_SUCCESS; r++)
+    if (all[r] > *worst) *worst = all[r], *rank = r;
+  free(all);
+  return code;
+}
+
+static void let_progress(void) {
+  MPI_Status ignored;
+  int found;
+  if (!runtime_has_ended()) mpi.Iprobe(ABI_ANY_SOURCE, ABI_ANY_TAG, handle_of_comm(runtime.self), &found, &ignored);
+}
+
 static void abort_job(int status) { mpi.Abort(handle_of_comm(runtime.world), status); }
 
 static int error_class(int code) {
@@ -176,7 +202,7 @@ static void error_text(int code, char *text) {
 
 /* In the order of ops.def. */
 static ffi_error *(*const bodies[])(struct call *) = {
-#define OPERATION(name, divisibility, buffers, attributes) BODY(name),
+#define OPERATION(name, engine, divisibility, buffers, attributes) BODY(name),
 #include "core/ops.def"
 #undef OPERATION
 };
@@ -198,6 +224,9 @@ const struct abi ABI_LOCAL(abi) = {
     .match = match_message,
     .receive = receive_message,
     .test_request = test_begun,
+    .share = share,
+    .worst = worst_of,
+    .progress = let_progress,
     .error_class = error_class,
     .revoke = revoke,
     .give_up = give_up,

@@ -53,6 +53,7 @@ static const struct setting of_communicator[] = {
     OF(communicator, chunk, ATOMIC_INT64),
     OF(communicator, piece, ATOMIC_INT64),
     OF(communicator, name, TEXT),
+    OF(communicator, by_nccl, ATOMIC_BOOL),
     {NULL, 0, SETTING_BOOL},
 };
 
@@ -156,6 +157,7 @@ static PyObject *configure(PyObject *Py_UNUSED(self), PyObject *args, PyObject *
 
 /* Return {name: the value before}. `chunk`: bytes of a chunk, for operations that may go in chunks; 0: in one. `piece`:
  * bytes of a piece of a long allreduce; 0: never divided. Both must be the same on all ranks of the communicator.
+ * `by_nccl`: NCCL carries what it can, on all ranks of the communicator or on none.
  * `name`: for reports. */
 static PyObject *configure_communicator(PyObject *Py_UNUSED(self), PyObject *args, PyObject *keywords) {
   long long number;

@@ -7,6 +7,7 @@
 
 #ifndef DRIVER_HIP /* ours, under other names */
 #define CUresult      OUR_result
+#define CUdevice      OUR_device
 #define CUdeviceptr   OUR_deviceptr
 #define CUcontext     OUR_context
 #define CUevent       OUR_event
@@ -15,6 +16,7 @@
 #define CUDA_MEMCPY2D OUR_MEMCPY2D
 #include "devices/cuda_types.h"
 #undef CUresult
+#undef CUdevice
 #undef CUdeviceptr
 #undef CUcontext
 #undef CUevent
@@ -37,7 +39,7 @@ hipError_t hipStreamGetDevice(hipStream_t, hipDevice_t *); /* of ROCm 5.6 */
 #endif
 #include "devices/hip.def"
 
-_Static_assert(hipSuccess == 0 && sizeof(hipError_t) == sizeof(int), "hipError_t");
+_Static_assert(hipSuccess == 0 && hipErrorNotReady == 600 && sizeof(hipError_t) == sizeof(int), "hipError_t");
 _Static_assert(sizeof(hipDevice_t) == sizeof(int), "hipDevice_t");
 _Static_assert(hipMemcpyHostToDevice == 1 && hipMemcpyDeviceToHost == 2 && hipMemcpyDeviceToDevice == 3, "copies");
 _Static_assert(hipStreamNonBlocking == 1 && hipEventDisableTiming == 2 && hipHostMallocPortable == 1, "flags");
@@ -67,5 +69,5 @@ _Static_assert(CU_MEMORYTYPE_HOST == (int)MEMORY_HOST && CU_MEMORYTYPE_DEVICE ==
 _Static_assert(CU_STREAM_NON_BLOCKING == 1 && CU_EVENT_DISABLE_TIMING == 2, "flags");
 _Static_assert(CU_MEMHOSTALLOC_PORTABLE == 1 && CU_MEMHOSTALLOC_DEVICEMAP == 2, "flags");
 _Static_assert(CU_STREAM_WAIT_VALUE_GEQ == 0 && CU_STREAM_WRITE_VALUE_DEFAULT == 0, "flags");
-_Static_assert(CUDA_ERROR_NOT_SUPPORTED == 801, "CUresult");
+_Static_assert(CUDA_ERROR_NOT_SUPPORTED == 801 && CUDA_ERROR_NOT_READY == 600, "CUresult");
 #endif

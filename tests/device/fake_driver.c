@@ -261,7 +261,7 @@ static void *reach(const void *pointer) {
 
 /* --- streams and events --- */
 
-enum kind { COPY_UP, COPY_DOWN, COPY_ACROSS, FILL, MARK, AWAIT, CALLBACK, WRITE_VALUE, AWAIT_VALUE };
+enum kind { COPY_UP, COPY_DOWN, COPY_ACROSS, FILL, MARK, AWAIT, CALLBACK, KERNEL, WRITE_VALUE, AWAIT_VALUE };
 
 struct place {
   struct region *region; /* NULL: not used */
@@ -279,7 +279,7 @@ struct operation {
   uint32_t word;         /* WRITE_VALUE, AWAIT_VALUE; the flag is `to` */
   struct stream *before; /* AWAIT: its operations up to */
   uint64_t number;
-  void (*call)(void *); /* CALLBACK */
+  void (*call)(void *); /* CALLBACK, KERNEL */
   void *data;
 };
 
@@ -367,7 +367,8 @@ static bool pinned_in_use(const char *host, size_t bytes) {
   for (const struct stream *s = streams; s != NULL; s = s->next)
     for (const struct operation *o = s->first; o != NULL; o = o->next) {
       const struct place *used = o->kind == COPY_UP ? &o->from : o->kind == COPY_DOWN ? &o->to : NULL;
-      if (o->kind == CALLBACK || o->kind == AWAIT_VALUE || (used != NULL && rows_overlap(o, used, host, bytes)))
+      if (o->kind == CALLBACK || o->kind == KERNEL || o->kind == AWAIT_VALUE ||
+          (used != NULL && rows_overlap(o, used, host, bytes)))
         return true;
     }
   return false;
@@ -487,6 +488,11 @@ static void execute(struct stream *stream, const struct operation *o) {
       requests_last = &request.next;
       pthread_cond_broadcast(&work);
       while (!request.done) pthread_cond_wait(&progress, &lock);
+      break;
+    case KERNEL:
+      pthread_mutex_unlock(&lock);
+      o->call(o->data);
+      pthread_mutex_lock(&lock);
       break;
     default:
       transfer(stream, o);
@@ -619,6 +625,30 @@ static int event_finish(void *handle) {
   if (event.stream == NULL) return 0;
   while (event.stream->done < event.number && lost == 0) pthread_cond_wait(&progress, &lock);
   return lost != 0 ? lost : event.stream->error;
+}
+
+static int event_query(void *handle) {
+  const struct object *object = handle_find(EVENT, handle);
+  if (object == NULL) return FAKE_INVALID_HANDLE;
+  struct event event = *(struct event *)object->what;
+  if (lost != 0) return lost;
+  if (event.stream == NULL) return 0;
+  return event.stream->done < event.number ? FAKE_NOT_READY : event.stream->error;
+}
+
+static int launch(void *handle, void (*kernel)(void *), void *data) {
+  pthread_mutex_lock(&lock);
+  function = "launch";
+  struct stream *stream = stream_of(handle);
+  return end(stream == NULL ? FAKE_INVALID_HANDLE
+                            : give(stream, &(struct operation){.kind = KERNEL, .call = kernel, .data = data}));
+}
+
+static bool known(const void *pointer, size_t bytes) {
+  pthread_mutex_lock(&lock);
+  bool found = region_of(device_memory, pointer, bytes) != NULL || region_of(pinned_memory, pointer, bytes) != NULL;
+  pthread_mutex_unlock(&lock);
+  return found;
 }
 
 static int stream_wait(void *handle, void *for_event, unsigned flags) {
@@ -845,6 +875,8 @@ static struct fake_driver driver = {
     .fail = fail,
     .calls = calls,
     .depth = depth_now,
+    .launch = launch,
+    .known = known,
     .allocate = allocate,
     .release = release,
     .stream = stream_new,
@@ -963,6 +995,7 @@ FUNCTION(hipMemsetAsync, , (void *device, int value, size_t bytes, void *stream)
 FUNCTION(hipEventCreateWithFlags, , (void **event, unsigned flags), IN_CONTEXT, event_make(event, flags, event_flags))
 FUNCTION(hipEventDestroy, , (void *event), IN_CONTEXT, event_free(event))
 FUNCTION(hipEventRecord, , (void *event, void *stream), IN_CONTEXT, event_record(event, stream))
+FUNCTION(hipEventQuery, , (void *event), IN_CONTEXT, event_query(event))
 FUNCTION(hipEventSynchronize, , (void *event), IN_CONTEXT, event_finish(event))
 
 FUNCTION(hipStreamCreateWithFlags, , (void **stream, unsigned flags), IN_CONTEXT, stream_make(stream, true, flags))
@@ -997,6 +1030,19 @@ static int cuda_context(const void *stream, void **context) {
   const struct stream *found = stream_of(stream);
   if (found == NULL) return FAKE_INVALID_HANDLE;
   *context = &contexts[found->device];
+  return 0;
+}
+
+static int cuda_device(int *device, int ordinal) {
+  if (!initialized) return FAKE_NOT_INITIALIZED;
+  if (ordinal < 0 || ordinal >= devices("CUDA_VISIBLE_DEVICES")) return FAKE_INVALID_DEVICE;
+  *device = ordinal;
+  return 0;
+}
+
+static int cuda_primary(void **context, int device) {
+  if (device < 0 || device >= CONTEXTS) return violate(FAKE_INVALID_DEVICE, "there is no device %d", device);
+  *context = &contexts[device];
   return 0;
 }
 
@@ -1040,6 +1086,8 @@ static int cuda_attribute(unsigned *value, int attribute, const void *pointer) {
 
 FUNCTION(cuInit, , (unsigned flags), ANYWHERE, cuda_init(flags))
 FUNCTION(cuDeviceGetCount, , (int *count), ANYWHERE, cuda_count(count))
+FUNCTION(cuDeviceGet, , (int *device, int ordinal), ANYWHERE, cuda_device(device, ordinal))
+FUNCTION(cuDevicePrimaryCtxRetain, , (void **context, int device), ANYWHERE, cuda_primary(context, device))
 FUNCTION(cuGetErrorName, , (int code, const char **name), ANYWHERE, cuda_text(code, name, false))
 FUNCTION(cuGetErrorString, , (int code, const char **text), ANYWHERE, cuda_text(code, text, true))
 
@@ -1068,6 +1116,7 @@ FUNCTION(cuPointerGetAttribute, , (void *value, int attribute, address pointer),
 FUNCTION(cuEventCreate, , (void **event, unsigned flags), IN_CONTEXT, event_make(event, flags, event_flags))
 FUNCTION(cuEventDestroy, _v2, (void *event), IN_CONTEXT, event_free(event))
 FUNCTION(cuEventRecord, , (void *event, void *stream), IN_CONTEXT, event_record(event, stream))
+FUNCTION(cuEventQuery, , (void *event), IN_CONTEXT, event_query(event))
 FUNCTION(cuEventSynchronize, , (void *event), IN_CONTEXT, event_finish(event))
 
 FUNCTION(cuStreamCreate, , (void **stream, unsigned flags), IN_CONTEXT, stream_make(stream, true, flags))

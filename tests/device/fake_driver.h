@@ -45,6 +45,7 @@ enum {
   FAKE_INVALID_DEVICE = 101,
   FAKE_INVALID_CONTEXT = 201,
   FAKE_INVALID_HANDLE = 400,
+  FAKE_NOT_READY = 600,
   FAKE_ILLEGAL_ADDRESS = 700,
   FAKE_TIMEOUT = 702,
   FAKE_LAUNCH_FAILURE = 719,
@@ -53,7 +54,8 @@ enum {
   FAKE_UNKNOWN = 999
 };
 
-/* Functions have the names of the documentation, "cuMemcpyDtoHAsync"; a suffix "_v2" is ignored. */
+/* FAKE_NOT_READY: without a text, because no user sees it.
+ * Functions have the names of the documentation, "cuMemcpyDtoHAsync"; a suffix "_v2" is ignored. */
 struct fake_driver {
   /* Made and not freed; never reset. Streams: only those that the driver's user has made. */
   int live_device, live_pinned, live_events, live_streams;
@@ -84,6 +86,12 @@ struct fake_driver {
   void (*release)(void *device);
   void *(*stream)(void);            /* not counted in live_streams */
   int (*synchronize)(void *stream); /* waits for all of it; 0, or the error of an operation */
+
+  /* Enqueues a function that a kernel would be: it runs on the stream's own thread, may read and write device memory
+   * through `reach`, and holds up no other stream. 0, or the error. `known`: whether a range is inside one live
+   * allocation, of device memory or pinned, which a kernel could use. */
+  int (*launch)(void *stream, void (*kernel)(void *), void *data);
+  bool (*known)(const void *pointer, size_t bytes);
 
   /* Immediately, without regard to streams. */
   void (*write)(void *device, const void *host, size_t bytes);

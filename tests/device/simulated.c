@@ -103,6 +103,8 @@ const char *const driver_functions[] = {
 #undef TEXT
     NULL};
 
+bool driver_has_others;
+
 static void fails_at(const char *function, const char *operation, ffi_error *error, bool reached) {
   CHECK(reached);
   FAILS(error, FFI_INTERNAL, function, "launch failure", "code 719", operation);
@@ -123,7 +125,7 @@ void driver_fails(const char *what, const char *operation, ffi_error *(*call)(vo
       bool reached = driver->calls(*function) >= nth;
       driver->reset();
       if (error == NULL) {
-        if (reached) CHECK(strstr(*function, "Push") == NULL && failure_take() == NULL);
+        if (reached && !driver_has_others) CHECK(strstr(*function, "Push") == NULL && failure_take() == NULL);
         break;
       }
       fails_at(*function, operation, error, reached);

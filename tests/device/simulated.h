@@ -39,6 +39,9 @@ void was_left(const char *text);
 /* Of both drivers; ends with NULL. */
 extern const char *const driver_functions[];
 
+/* Whether a thread of ours calls the driver, too, so that a failure may hit it, and no call. */
+extern bool driver_has_others;
+
 /* Lets each function of the driver fail in turn, at its first call, its second and so on. `call` makes a call of this
  * operation: an error that names the function, or, where it is called less often, none. Afterwards the same call
  * succeeds. `what` describes the call. */

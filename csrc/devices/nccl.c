@@ -1,0 +1,568 @@
+#include "devices/nccl.h"
+
+#include <dlfcn.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/symbols.h"
+#include "base/threads.h"
+#include "core/abi.h"
+#include "core/failure.h"
+#include "core/plan.h"
+#include "devices/transport.h"
+#include "execute/body.h"
+#include "observe/watchdog.h"
+
+/* Of nccl.h. Bytes are sent as INT8. */
+typedef struct ncclComm *ncclComm_t;
+typedef struct {
+  char internal[128];
+} ncclUniqueId;
+enum { OLDEST = 21800, MAGIC = (int)0xcafebeef, INT8 = 0 };
+struct config { /* as in 2.18; later versions accept the shorter one and set what is missing */
+  size_t size;
+  unsigned magic, version;
+  int blocking, cga_cluster_size, least_ctas, most_ctas;
+  const char *network;
+  int split_share;
+};
+
+static struct functions {
+#define FUNCTION(name, parameters) int(*name) parameters;
+#include "devices/nccl.def"
+#undef FUNCTION
+  const char *(*GetErrorString)(int);
+  const char *(*GetLastError)(ncclComm_t);
+} nccl;
+
+static const struct memory *space; /* whose devices NCCL serves */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* The communicator of NCCL that belongs to a communicator of MPI. */
+struct nccl {
+  ncclComm_t handle;
+  void *context; /* of the device */
+};
+
+/* --- errors --- */
+
+static ffi_error *fail_nccl(const struct call *call, const char *function, int code, ncclComm_t handle) {
+  const char *more = nccl.GetLastError(handle);
+  return call_fail(call, FFI_INTERNAL, "nccl%s failed: %s (code %d)%s%s", function, nccl.GetErrorString(code), code,
+                   more != NULL && *more != '\0' ? ": " : "", more != NULL ? more : "");
+}
+
+/* --- the calls that have been enqueued, oldest first --- */
+
+/* A call is not followed if so many others have not ended. */
+enum { FOLLOWED = 64, LEAST_PAUSE = 20000, MOST_PAUSE = 1000000 /* nanoseconds */ };
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t wake;
+  pthread_t thread;
+  bool running, ending;
+  unsigned first, next; /* numbers of calls; a call is at the remainder by FOLLOWED */
+  struct followed {
+    void *event, *context; /* made at the first use; of the device that the event belongs to */
+    int64_t summary[SUMMARY_WORDS];
+    int words;
+  } calls[FOLLOWED];
+} follower = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+/* Wait until a call has ended, or the device has failed. */
+static void follow(const struct followed *call) {
+  void *previous;
+  bool done = false;
+  if (space->enter(call->context, &previous) != 0) return;
+  struct watched *record = watchdog_begin_summary(call->summary, call->words);
+  long pause = LEAST_PAUSE;
+  while (space->event_done(call->event, &done) == 0 && !done) {
+    nanosleep(&(struct timespec){0, pause}, NULL);
+    if (pause < MOST_PAUSE) pause *= 2;
+    pthread_mutex_lock(&follower.lock);
+    done = follower.ending;
+    pthread_mutex_unlock(&follower.lock);
+    if (!done) runtime.abi->progress();
+  }
+  watchdog_end(record);
+  space->leave(previous);
+}
+
+static void *run_follower(void *unused) {
+  pthread_mutex_lock(&follower.lock);
+  while (!follower.ending) {
+    if (follower.first == follower.next) {
+      pthread_cond_wait(&follower.wake, &follower.lock);
+      continue;
+    }
+    const struct followed *call = &follower.calls[follower.first % FOLLOWED];
+    pthread_mutex_unlock(&follower.lock);
+    follow(call);
+    pthread_mutex_lock(&follower.lock);
+    follower.first++;
+  }
+  pthread_mutex_unlock(&follower.lock);
+  return unused;
+}
+
+/* Follow a call that has been enqueued on its stream. Return the driver's code. */
+static int follow_later(const struct call *call) {
+  int code = 0;
+  pthread_mutex_lock(&follower.lock);
+  struct followed *next = &follower.calls[follower.next % FOLLOWED];
+  bool fits = next->event == NULL || next->context == call->context;
+  if (fits && follower.next - follower.first < FOLLOWED && !follower.ending) {
+    if (next->event == NULL) {
+      next->context = call->context;
+      code = space->event_make(&next->event);
+    }
+    if (code == 0) code = space->event_record(next->event, call->stream);
+    if (code == 0) {
+      next->words = summarize(call, next->summary);
+      follower.next++;
+      if (!follower.running) follower.running = thread_start(&follower.thread, run_follower) == 0;
+      pthread_cond_signal(&follower.wake);
+    }
+  }
+  pthread_mutex_unlock(&follower.lock);
+  return code;
+}
+
+/* --- communicators --- */
+
+/* What rank 0 passes to the others. */
+struct invitation {
+  ncclUniqueId id;
+  int code;
+};
+
+static ffi_error *fail_made(const struct call *call, const char *function, int worst, int rank, int mine) {
+  if (mine != 0) return fail_nccl(call, function, mine, NULL);
+  return call_fail(call, FFI_INTERNAL,
+                   "nccl%s failed on rank %d: %s (code %d). Nothing was sent. JAXMPI_DEVICE_TRANSPORT=auto leaves NCCL "
+                   "out",
+                   function, rank, nccl.GetErrorString(worst), worst);
+}
+
+/* Make the communicator of NCCL, with all ranks. What the streams have so far ends first: NCCL allocates memory, for
+ * which a driver may wait for all streams, and MPI is called here, and maybe by an operation that a stream still has.
+ */
+static ffi_error *make_comm(struct call *call, struct nccl *made) {
+  struct communicator *comm = call->comm;
+  struct invitation invitation = {.code = 0};
+  struct config config = {.size = sizeof config,
+                          .magic = (unsigned)MAGIC,
+                          .version = OLDEST,
+                          .blocking = INT_MIN,
+                          .cga_cluster_size = INT_MIN,
+                          .least_ctas = INT_MIN,
+                          .most_ctas = INT_MIN,
+                          .split_share = INT_MIN};
+  int worst, rank;
+  TRY_DRIVER(call, space->stream_synchronize(call->stream));
+  transport_drain();
+  if (comm->rank == 0) invitation.code = nccl.GetUniqueId(&invitation.id);
+  call->function = "MPI_Bcast";
+  int code = runtime.abi->share(comm, &invitation, sizeof invitation);
+  if (code != 0) return call_fail_mpi(call, code);
+  if (invitation.code != 0)
+    return fail_made(call, "GetUniqueId", invitation.code, 0, comm->rank == 0 ? invitation.code : 0);
+  call->function = "MPI_Allgather";
+  if ((code = runtime.abi->worst(comm, 0, &worst, &rank)) != 0) return call_fail_mpi(call, code);
+  int mine = nccl.CommInitRankConfig(&made->handle, comm->size, invitation.id, comm->rank, &config);
+  if ((code = runtime.abi->worst(comm, mine, &worst, &rank)) == 0 && worst == 0) return NULL;
+  if (mine == 0) nccl.CommAbort(made->handle);
+  if (code != 0) return call_fail_mpi(call, code);
+  return fail_made(call, "CommInitRankConfig", worst, rank, mine);
+}
+
+/* Find or make the communicator of NCCL for a call. */
+static ffi_error *find_comm(struct call *call, ncclComm_t *handle) {
+  struct nccl *own = call->comm->nccl;
+  if (own == NULL) {
+    struct nccl *made = malloc(sizeof *made);
+    if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory");
+    ffi_error *error = make_comm(call, made);
+    if (error != NULL) return free(made), error;
+    made->context = call->context;
+    own = call->comm->nccl = made;
+  }
+  *handle = own->handle;
+  if (own->context == call->context) return NULL;
+  return call_fail(call, FFI_FAILED_PRECONDITION,
+                   "the arrays are on another device than those of the first call on this communicator, and NCCL "
+                   "serves one device of a process on each. Nothing was sent. Use another communicator, comm.Dup(), "
+                   "for each device");
+}
+
+void nccl_free(struct communicator *comm) {
+  pthread_mutex_lock(&lock);
+  struct nccl *own = comm->nccl;
+  comm->nccl = NULL;
+  if (own != NULL) nccl.CommDestroy(own->handle);
+  free(own);
+  pthread_mutex_unlock(&lock);
+}
+
+/* --- calls --- */
+
+/* The stream of the last call, and an event for calls on another stream of one device, that of the first such call. */
+static struct {
+  void *stream, *context;
+  void *event, *of_event;
+} last;
+
+/* Let the stream wait for the last call, if that is on another stream of the device. */
+static int order_after_last(const struct call *call) {
+  int code = 0;
+  if (last.stream != NULL && last.stream != call->stream && last.context == call->context) {
+    if (last.event == NULL) last.of_event = call->context, code = space->event_make(&last.event);
+    if (code != 0 || last.of_event != call->context) return code;
+    code = space->event_record(last.event, last.stream);
+    if (code == 0) code = space->stream_wait(call->stream, last.event);
+  }
+  last.stream = call->stream, last.context = call->context;
+  return code;
+}
+
+/* The type by which NCCL reduces this one, and how many elements there are in one of ours. */
+static int type_of(const struct datatype *type, size_t *parts) {
+  static const struct {
+    int code, type;
+    size_t parts;
+  } types[] = {{FFI_DTYPE_S8, INT8, 1}, {FFI_DTYPE_U8, 1, 1},   {FFI_DTYPE_S32, 2, 1}, {FFI_DTYPE_U32, 3, 1},
+               {FFI_DTYPE_S64, 4, 1},   {FFI_DTYPE_U64, 5, 1},  {FFI_DTYPE_F16, 6, 1}, {FFI_DTYPE_F32, 7, 1},
+               {FFI_DTYPE_F64, 8, 1},   {FFI_DTYPE_BF16, 9, 1}, {FFI_DTYPE_C64, 7, 2}, {FFI_DTYPE_C128, 8, 2}};
+  size_t i = 0;
+  while (types[i].code != type->code) i++; /* call_is_by_nccl has let no other pass */
+  *parts = types[i].parts;
+  return types[i].type;
+}
+
+/* A call to be enqueued, one array of it after the other. */
+struct enqueued {
+  const struct call *call;
+  ncclComm_t comm;
+  const struct buffer *in, *out; /* NULL: this rank does not pass it */
+  const char *function;          /* called last */
+};
+#define CALL(name, ...) (e->function = #name, nccl.name(__VA_ARGS__, e->comm, e->call->stream))
+
+static void *part_of(const struct buffer *buffer, int rank, size_t bytes) {
+  return (char *)buffer->data + (size_t)rank * bytes;
+}
+
+static int reduce(struct enqueued *e, int root) {
+  const struct call *call = e->call;
+  size_t parts;
+  int type = type_of(e->in->type, &parts);
+  const struct reduction *reduction = object_of(call->attributes[attribute_of(call->operation, KIND_REDUCTION)]);
+  const void *in = e->in->data;
+  size_t count = (size_t)e->in->count * parts;
+  switch (call->operation->row) {
+    case ROW_allreduce:
+      return CALL(AllReduce, in, e->out->data, count, type, reduction->basic);
+    case ROW_reduce:
+      return CALL(Reduce, in, call->comm->rank == root ? e->out->data : NULL, count, type, reduction->basic, root);
+    default:
+      return CALL(ReduceScatter, in, e->out->data, count / (size_t)call->comm->size, type, reduction->basic);
+  }
+}
+
+/* Send a part to each rank, of `from` if that is passed, and receive one from each, if `to` is passed. */
+static int parts(struct enqueued *e, const struct buffer *from, const struct buffer *to, size_t bytes) {
+  int code = 0;
+  for (int r = 0; r < e->call->comm->size && code == 0; r++) {
+    if (from != NULL) code = CALL(Send, part_of(from, r, bytes), bytes, INT8, r);
+    if (to != NULL && code == 0) code = CALL(Recv, part_of(to, r, bytes), bytes, INT8, r);
+  }
+  return code;
+}
+
+static int move(struct enqueued *e, int root) {
+  const struct call *call = e->call;
+  bool is_root = call->comm->rank == root;
+  size_t bytes = buffer_bytes(e->in != NULL ? e->in : e->out), size = (size_t)call->comm->size;
+  const struct buffer *in = e->in, *out = e->out;
+  int code = 0;
+  switch (call->operation->row) {
+    case ROW_allgather:
+      return CALL(AllGather, in->data, out->data, bytes, INT8);
+    case ROW_alltoall:
+      return parts(e, in, out, bytes / size);
+    case ROW_bcast:
+      return CALL(Broadcast, is_root ? in->data : out->data, out != NULL ? out->data : in->data, bytes, INT8, root);
+    case ROW_gather:
+      code = CALL(Send, in->data, bytes, INT8, root);
+      return code == 0 && is_root ? parts(e, NULL, out, bytes) : code;
+    default: /* scatter */
+      bytes = buffer_bytes(out);
+      code = is_root ? parts(e, in, NULL, bytes) : 0;
+      return code == 0 ? CALL(Recv, out->data, bytes, INT8, root) : code;
+  }
+}
+
+/* The messages of a plan: see BEGINS_AS_MESSAGES. Nobody reads the labels, which are sent as they are. */
+static int exchange(struct enqueued *e, const struct plan *plan) {
+  int code = 0;
+  for (int i = 0; i < plan->send_count && code == 0; i++) {
+    const struct peer *peer = &plan->sends[i];
+    code = CALL(Send, (char *)plan_operand(e->call, 0)->data + peer->stage, (size_t)peer->bytes, INT8, peer->rank);
+  }
+  for (int i = 0; i < plan->receive_count && code == 0; i++) {
+    const struct peer *peer = &plan->receives[i];
+    char *to = (char *)plan_result(e->call, 0)->data + (peer->stage - plan->sent);
+    code = CALL(Recv, to, (size_t)peer->bytes, INT8, peer->rank);
+  }
+  return code;
+}
+
+/* Enqueue each array of a call. */
+static int enqueue_arrays(struct enqueued *e) {
+  const struct call *of = e->call->leaves != NULL ? e->call->leaves : e->call;
+  const struct operation *operation = of->operation;
+  int at = attribute_of(operation, KIND_RANK), root = at >= 0 ? (int)of->attributes[at] : -1, code = 0;
+  bool reduces = attribute_of(operation, KIND_REDUCTION) >= 0;
+  if (plan_of(of) != NULL) return exchange(e, plan_of(of));
+  int reads = of->first[1] - of->first[0], writes = of->first[2] - of->first[1];
+  for (int i = 0; (i < reads || i < writes) && code == 0; i++) {
+    e->in = i < reads ? &of->buffers[of->first[0] + i] : NULL;
+    e->out = i < writes ? &of->buffers[of->first[1] + i] : NULL;
+    if (e->in != NULL && e->in->type == NULL) e->in = NULL;
+    if (e->out != NULL && e->out->type == NULL) e->out = NULL;
+    const struct buffer *any = e->in != NULL ? e->in : e->out;
+    if (any == NULL || any->count == 0) continue;
+    code = reduces ? reduce(e, root) : move(e, root);
+  }
+  return code;
+}
+
+/* Enqueue a call on its stream: the body of the calls that are NCCL's. */
+static ffi_error *enqueue_locked(struct call *call) {
+  struct enqueued e = {.call = call, .function = "GroupStart"};
+  ffi_error *error = find_comm(call, &e.comm);
+  if (error != NULL) return error;
+  TRY_DRIVER(call, order_after_last(call));
+  int code = nccl.GroupStart();
+  if (code != 0) return fail_nccl(call, "GroupStart", code, e.comm);
+  code = enqueue_arrays(&e);
+  int end = nccl.GroupEnd();
+  if (code != 0) return fail_nccl(call, e.function, code, e.comm);
+  if (end != 0) return fail_nccl(call, "GroupEnd", end, e.comm);
+  code = follow_later(call);
+  if (code == 0) return NULL;
+  error = call_fail_driver(call, space, code);
+  space->stream_synchronize(call->stream); /* after the return XLA may reuse the buffers */
+  return error;
+}
+
+static ffi_error *nccl_enqueue(struct call *call) {
+  pthread_mutex_lock(&lock);
+  ffi_error *error = enqueue_locked(call);
+  pthread_mutex_unlock(&lock);
+  return error;
+}
+
+/* --- arrays in CPU memory --- */
+
+/* What these calls share, one call at a time: a stream of our own, and pinned memory, which a device reads and writes
+ * as if it were its own. */
+static struct {
+  pthread_mutex_t lock;
+  void *context, *stream;
+  char *pinned;
+  size_t capacity;
+} host = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+enum { ALIGNMENT = 256 };
+static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+static int host_reserve(size_t bytes) {
+  void *made = NULL;
+  int code = 0;
+  if (host.stream == NULL) code = space->stream_make(&host.stream);
+  if (code != 0 || bytes <= host.capacity) return code;
+  size_t capacity = host.capacity > 0 ? host.capacity : 1 << 16;
+  while (capacity < bytes) capacity *= 2;
+  if ((code = space->pin(&made, capacity)) != 0) return code;
+  if (host.pinned != NULL) space->unpin(host.pinned); /* no call is under way */
+  host.pinned = made, host.capacity = capacity;
+  return 0;
+}
+
+/* Copy arrays that are read to pinned memory, or arrays that are written back. `there`: the same arrays in pinned
+ * memory. */
+static void copy_arrays(const struct call *here, const struct call *there, bool back) {
+  for (int i = 0; i < here->buffer_count; i++) {
+    const struct buffer *a = &here->buffers[i], *b = &there->buffers[i];
+    if (a->count == 0 || role_is_written(a->role) != back) continue;
+    if (back)
+      memcpy(a->data, b->data, buffer_bytes(a));
+    else
+      memcpy(b->data, a->data, buffer_bytes(a));
+  }
+}
+
+static size_t bytes_of(const struct call *call) {
+  size_t bytes = 0;
+  for (int i = 0; i < call->buffer_count; i++) bytes += aligned(buffer_bytes(&call->buffers[i]));
+  return bytes;
+}
+
+/* Give each array of a call a place in pinned memory. */
+static void lay_out(struct call *call) {
+  char *next = host.pinned;
+  for (int i = 0; i < call->buffer_count; i++) {
+    call->buffers[i].data = next;
+    next += aligned(buffer_bytes(&call->buffers[i]));
+  }
+}
+
+/* Enqueue a call of arrays in pinned memory, and wait for it. */
+static ffi_error *pass(struct call *there) {
+  there->memory = space, there->stream = host.stream, there->context = host.context;
+  ffi_error *error = call_body(there);
+  if (error != NULL) return error;
+  int code = space->stream_synchronize(host.stream);
+  if (code == 0) return NULL;
+  error = call_fail_driver(there, space, code);
+  space->stream_synchronize(host.stream); /* it may have been the call that failed, and not the device */
+  return error;
+}
+
+static ffi_error *pass_arrays(struct call *call) {
+  const struct call *here = call->leaves != NULL ? call->leaves : call;
+  struct call arrays, joined;
+  call_copy(&arrays, here);
+  arrays.memory = space;
+  TRY_DRIVER(&arrays, host_reserve(bytes_of(&arrays) + 1));
+  lay_out(&arrays);
+  copy_arrays(here, &arrays, false);
+  struct call *there = &arrays;
+  if (call->leaves != NULL) {
+    call_copy(&joined, call);
+    joined.leaves = &arrays;
+    there = &joined;
+  }
+  ffi_error *error = pass(there);
+  if (error == NULL) copy_arrays(here, &arrays, true);
+  return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
+}
+
+/* Compose the messages of a plan in pinned memory, pass them as those of a device, and take what comes apart. */
+static ffi_error *pass_messages(struct call *call, const struct plan *plan) {
+  struct call there;
+  ffi_error *error = plan_check(call, plan, true, true);
+  if (error != NULL) return error;
+  call_copy(&there, call);
+  there.memory = space;
+  TRY_DRIVER(&there, host_reserve((size_t)(plan->sent + plan->received) + 1));
+  char *stage = host.pinned;
+  int next = 0;
+  for (int i = 0; i < plan->send_count; i++) {
+    label_put(stage + plan->sends[i].stage, 0);
+    next = plan_compose_message(call, plan, stage, i, next);
+  }
+  plan_compose_rest(call, plan, stage, next, false);
+  plan_fill(call, plan);
+  plan_copy_pairs(call, plan);
+  const struct datatype *bytes = datatype_find(FFI_DTYPE_U8);
+  there.first[0] = 0, there.first[1] = 1, there.first[2] = there.buffer_count = 2;
+  there.buffers[0] = (struct buffer){stage, plan->sent, bytes, ROLE_READ};
+  there.buffers[1] = (struct buffer){stage + plan->sent, plan->received, bytes, ROLE_WRITE};
+  error = pass(&there);
+  if (error == NULL)
+    plan_unpack(call, plan, stage);
+  else
+    plan_spoil(call, plan);
+  return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
+}
+
+/* Enter the device of the communicator; before the first call, the first device that this process may use. */
+static ffi_error *run_entered(struct call *call) {
+  struct call of_device;
+  void *previous, *context = host.context;
+  call_copy(&of_device, call);
+  of_device.memory = space;
+  if (host.stream == NULL && call->comm->nccl == NULL) TRY_DRIVER(&of_device, space->first_context(&context));
+  if (call->comm->nccl != NULL) context = call->comm->nccl->context;
+  if (host.stream != NULL && host.context != context)
+    return call_fail(call, FFI_FAILED_PRECONDITION,
+                     "NCCL takes arrays in CPU memory to one device of a process, and this communicator is on another "
+                     "one. Nothing was sent. Put the arrays on the device");
+  TRY_DRIVER(&of_device, space->enter(context, &previous));
+  host.context = context;
+  const struct plan *plan = plan_of(call);
+  ffi_error *error = plan != NULL ? pass_messages(call, plan) : pass_arrays(call);
+  int code = space->leave(previous);
+  if (error == NULL && code != 0) error = call_fail_driver(&of_device, space, code);
+  return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
+}
+
+ffi_error *nccl_run_host(struct call *call) {
+  pthread_mutex_lock(&host.lock);
+  ffi_error *error = run_entered(call);
+  pthread_mutex_unlock(&host.lock);
+  return error;
+}
+
+void nccl_finish(void) {
+  void *previous;
+  pthread_mutex_lock(&follower.lock);
+  bool running = follower.running;
+  follower.ending = true;
+  follower.running = false;
+  pthread_cond_signal(&follower.wake);
+  pthread_mutex_unlock(&follower.lock);
+  if (running) pthread_join(follower.thread, NULL);
+  for (int i = 0; i < FOLLOWED; i++) {
+    struct followed *call = &follower.calls[i];
+    if (call->event == NULL || space->enter(call->context, &previous) != 0) continue;
+    space->event_free(call->event);
+    call->event = NULL;
+    space->leave(previous);
+  }
+  follower.ending = false;
+  follower.first = follower.next = 0;
+  if (last.event != NULL && space->enter(last.of_event, &previous) == 0) {
+    space->event_free(last.event);
+    space->leave(previous);
+  }
+  last.event = last.stream = NULL;
+  if (host.stream != NULL && space->enter(host.context, &previous) == 0) {
+    space->stream_synchronize(host.stream);
+    space->stream_free(host.stream);
+    if (host.pinned != NULL) space->unpin(host.pinned);
+    space->leave(previous);
+  }
+  host.context = host.stream = NULL;
+  host.pinned = NULL, host.capacity = 0;
+}
+
+int nccl_open(const struct memory *memory, const char *path, char *why, size_t size) {
+  static const struct symbol symbols[] = {
+#define FUNCTION(name, parameters) {"nccl" #name, offsetof(struct functions, name), true},
+#include "devices/nccl.def"
+#undef FUNCTION
+      {"ncclGetErrorString", offsetof(struct functions, GetErrorString), true},
+      {"ncclGetLastError", offsetof(struct functions, GetLastError), true},
+      {NULL, 0, false}};
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  int version = 0;
+  if (library == NULL) return snprintf(why, size, "%s cannot be loaded: %s", path, dlerror()), 0;
+  const char *missing = symbols_load(library, symbols, &nccl);
+  if (missing != NULL) return snprintf(why, size, "%s has no %s: install NCCL 2.18 or later", path, missing), 0;
+  int code = nccl.GetVersion(&version);
+  if (code != 0) return snprintf(why, size, "ncclGetVersion of %s fails: %s", path, nccl.GetErrorString(code)), 0;
+  if (version < OLDEST)
+    return snprintf(why, size, "%s is NCCL %d.%d.%d: install 2.18 or later", path, version / 10000, version / 100 % 100,
+                    version % 100),
+           0;
+  space = memory;
+  runtime.enqueue = nccl_enqueue;
+  return version;
+}
