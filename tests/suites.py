@@ -22,7 +22,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
-    "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
+    "faults launcher injected sharded_jobs two_hosts run_devices device nccl grid_examples grid_jobs files_jobs "
     "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak trace wheel recipes "
     "types docs"
 )
@@ -156,7 +156,7 @@ def slurm(options) -> Iterator[Command]:
 
 
 def device(options) -> Iterator[Command]:
-    """All suites on the two transports that are chosen most, fewer on the other two.
+    """All suites on the two transports that are chosen most and with NCCL, fewer on the other two.
 
     With `--brief` on 2 ranks alone, but for the tests of one rank.
     """
@@ -171,11 +171,18 @@ def device(options) -> Iterator[Command]:
         yield on("callback", f"{ON_EVERY_TRANSPORT} grid redistribute", "-m", "not alone")
         for transport in ("aware", "flags", "wait"):
             yield on(transport, "device operations order", "-m", "not alone")
+        yield on("nccl", "nccl", ranks=0)
+        yield on("nccl", "operations order leaves grid redistribute", "-m", "not alone")
+        yield on("mixed", "operations grid redistribute", "-m", "not alone")
         return
     for transport in ("callback", "aware"):
         yield on(transport, ON_EVERY_TRANSPORT, ranks=0)
         yield on(transport, ON_DEVICES)
     yield on("callback", "device order operations", ranks=4)
+    yield on("nccl", f"{ON_EVERY_TRANSPORT} nccl", ranks=0)
+    yield on("nccl", f"{ON_DEVICES} adjoint nonblocking index_map fft fuzz")
+    for transport in ("nccl", "mixed"):
+        yield on(transport, "operations order leaves grid redistribute ghosts neighbors adjoint", ranks=4)
     for transport in ("flags", "wait"):
         yield on(transport, "device operations")
 

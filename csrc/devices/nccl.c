@@ -17,22 +17,26 @@
 #include "execute/body.h"
 #include "observe/watchdog.h"
 
-/* Of nccl.h. Bytes are sent as INT8. */
+/* Of nccl.h: tests/c/check_nccl.c compares. Bytes are sent as INT8. */
+typedef int ncclResult_t;
+typedef int ncclDataType_t;
+typedef int ncclRedOp_t;
+typedef void *cudaStream_t;
 typedef struct ncclComm *ncclComm_t;
 typedef struct {
   char internal[128];
 } ncclUniqueId;
 enum { OLDEST = 21800, MAGIC = (int)0xcafebeef, INT8 = 0 };
-struct config { /* as in 2.18; later versions accept the shorter one and set what is missing */
+typedef struct { /* as in 2.18; later versions accept the shorter one and set what is missing */
   size_t size;
   unsigned magic, version;
   int blocking, cga_cluster_size, least_ctas, most_ctas;
   const char *network;
   int split_share;
-};
+} ncclConfig_t;
 
 static struct functions {
-#define FUNCTION(name, parameters) int(*name) parameters;
+#define FUNCTION(name, parameters) ncclResult_t(*name) parameters;
 #include "devices/nccl.def"
 #undef FUNCTION
   const char *(*GetErrorString)(int);
@@ -154,14 +158,14 @@ static ffi_error *fail_made(const struct call *call, const char *function, int w
 static ffi_error *make_comm(struct call *call, struct nccl *made) {
   struct communicator *comm = call->comm;
   struct invitation invitation = {.code = 0};
-  struct config config = {.size = sizeof config,
-                          .magic = (unsigned)MAGIC,
-                          .version = OLDEST,
-                          .blocking = INT_MIN,
-                          .cga_cluster_size = INT_MIN,
-                          .least_ctas = INT_MIN,
-                          .most_ctas = INT_MIN,
-                          .split_share = INT_MIN};
+  ncclConfig_t config = {.size = sizeof config,
+                         .magic = (unsigned)MAGIC,
+                         .version = OLDEST,
+                         .blocking = INT_MIN,
+                         .cga_cluster_size = INT_MIN,
+                         .least_ctas = INT_MIN,
+                         .most_ctas = INT_MIN,
+                         .split_share = INT_MIN};
   int worst, rank;
   TRY_DRIVER(call, space->stream_synchronize(call->stream));
   transport_drain();
@@ -341,6 +345,24 @@ static int enqueue_arrays(struct enqueued *e) {
   return code;
 }
 
+/* What calls of arrays in CPU memory share, one call at a time: a stream of our own, and pinned memory, which a device
+ * reads and writes as if it were its own. */
+static struct {
+  pthread_mutex_t lock;
+  void *_Atomic stream;
+  void *context;
+  char *pinned;
+  size_t capacity;
+} host = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* Return whether this thread may use NCCL for arrays of a device: the first that does, for ever. */
+static bool is_of_thread(void) {
+  static _Thread_local char own; /* the address is the thread's */
+  static char *_Atomic first;
+  char *none = NULL;
+  return atomic_compare_exchange_strong(&first, &none, &own) || none == &own;
+}
+
 /* Enqueue a call on its stream: the body of the calls that are NCCL's. */
 static ffi_error *enqueue_locked(struct call *call) {
   struct enqueued e = {.call = call, .function = "GroupStart"};
@@ -361,6 +383,12 @@ static ffi_error *enqueue_locked(struct call *call) {
 }
 
 static ffi_error *nccl_enqueue(struct call *call) {
+  if (call->stream != host.stream && !is_of_thread())
+    return call_fail(
+        call, FFI_FAILED_PRECONDITION,
+        "NCCL carries this operation, and another thread of this process has used NCCL before: two threads "
+        "could enqueue in another order than those of another rank. Nothing was sent. Call it in that "
+        "thread, or set JAXMPI_DEVICE_TRANSPORT=auto, which leaves NCCL out");
   pthread_mutex_lock(&lock);
   ffi_error *error = enqueue_locked(call);
   pthread_mutex_unlock(&lock);
@@ -369,22 +397,13 @@ static ffi_error *nccl_enqueue(struct call *call) {
 
 /* --- arrays in CPU memory --- */
 
-/* What these calls share, one call at a time: a stream of our own, and pinned memory, which a device reads and writes
- * as if it were its own. */
-static struct {
-  pthread_mutex_t lock;
-  void *context, *stream;
-  char *pinned;
-  size_t capacity;
-} host = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
 enum { ALIGNMENT = 256 };
 static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
 static int host_reserve(size_t bytes) {
   void *made = NULL;
   int code = 0;
-  if (host.stream == NULL) code = space->stream_make(&host.stream);
+  if (host.stream == NULL && (code = space->stream_make(&made)) == 0) host.stream = made;
   if (code != 0 || bytes <= host.capacity) return code;
   size_t capacity = host.capacity > 0 ? host.capacity : 1 << 16;
   while (capacity < bytes) capacity *= 2;
@@ -539,7 +558,7 @@ void nccl_finish(void) {
     if (host.pinned != NULL) space->unpin(host.pinned);
     space->leave(previous);
   }
-  host.context = host.stream = NULL;
+  host.stream = host.context = NULL;
   host.pinned = NULL, host.capacity = 0;
 }
 

@@ -7,8 +7,8 @@
  *
  * A call of NCCL waits for its peers inside of the device's stream. No program that is right with MPI hangs for that:
  * each rank executes its calls, by either engine, in the order of the program, as if every collective synchronized.
- * Only the thread that imported the package may use NCCL for arrays of a device. Two threads could enqueue in another
- * order than those of another rank. If several streams are used, a call waits for the call of NCCL before it.
+ * Only one thread of a process may use NCCL for arrays of a device, the first that does: two threads could enqueue in
+ * another order than those of another rank. If several streams are used, a call waits for the call of NCCL before it.
  *
  * The communicator of NCCL is made at the first call, in which all ranks take part, and freed with the communicator. At
  * the end of the process the communicators stay: freeing them would wait for ranks that have failed.

@@ -417,15 +417,7 @@ static ffi_error *run_by_nccl(struct stream_state *state, struct call *call) {
   return error;
 }
 
-static ffi_error *fail_thread(const struct call *call) {
-  return call_fail(call, FFI_FAILED_PRECONDITION,
-                   "NCCL carries this operation, and of this process only the thread that imported jaxmpi may use it: "
-                   "two threads could enqueue in another order than those of another rank. Nothing was sent. Call it "
-                   "in that thread, or set JAXMPI_DEVICE_TRANSPORT=auto, which leaves NCCL out");
-}
-
 ffi_error *transport_run(struct call *call) {
-  if (call->by_nccl && !importer) return fail_thread(call);
   const struct memory *memory = call->memory;
   ffi_stream_get_args stream = {sizeof stream, NULL, call->frame->context, NULL};
   ffi_error *error = call->frame->api->stream_get(&stream);

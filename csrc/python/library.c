@@ -7,6 +7,7 @@
 
 #include "core/job.h"
 #include "core/registry.h"
+#include "devices/nccl.h"
 #include "devices/spaces.h"
 #include "python/methods.h"
 
@@ -134,9 +135,27 @@ static PyObject *driver_loaded(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ar
   return PyBool_FromLong(loaded);
 }
 
+/* Load NCCL for a platform from a file. Return the version, 21805 for 2.18.5, or a text: why it cannot be used. */
+static PyObject *open_nccl(PyObject *Py_UNUSED(self), PyObject *args) {
+  const char *platform, *path;
+  char why[512];
+  if (!PyArg_ParseTuple(args, "ss", &platform, &path)) return NULL;
+  const struct memory *const *space = memory_spaces;
+  while (*space != NULL && strcmp((*space)->platform, platform) != 0) space++;
+  if (*space == NULL || (*space)->host || memory_open(*space) != NULL)
+    return PyErr_Format(PyExc_ValueError, "there is no driver of %s", platform);
+  int version = nccl_open(*space, path, why, sizeof why);
+  return version > 0 ? PyLong_FromLong(version) : PyUnicode_FromString(why);
+}
+
 PyMethodDef library_methods[] = {
-    {"load", load_library, METH_VARARGS, NULL},          {"ask_mpi", ask_mpi, METH_VARARGS, NULL},
-    {"handlers", handlers, METH_NOARGS, NULL},           {"drivers", drivers, METH_NOARGS, NULL},
-    {"device_counts", device_counts, METH_NOARGS, NULL}, {"flags", flags, METH_NOARGS, NULL},
-    {"driver_loaded", driver_loaded, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL},
+    {"load", load_library, METH_VARARGS, NULL},
+    {"ask_mpi", ask_mpi, METH_VARARGS, NULL},
+    {"handlers", handlers, METH_NOARGS, NULL},
+    {"drivers", drivers, METH_NOARGS, NULL},
+    {"device_counts", device_counts, METH_NOARGS, NULL},
+    {"flags", flags, METH_NOARGS, NULL},
+    {"driver_loaded", driver_loaded, METH_NOARGS, NULL},
+    {"open_nccl", open_nccl, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };

@@ -47,6 +47,13 @@ def facts() -> Iterator[tuple[str, str]]:
             "handed to MPI as it is" if choice.aware else f"copied for MPI, transport: {choice.transport}",
         )
         yield "because", choice.because
+    if choice.nccl.asked:
+        from jaxmpi._mpi.communicators import nccl_refusal
+
+        parts = choice.nccl.version // 10000, choice.nccl.version // 100 % 100, choice.nccl.version % 100
+        version = ".".join(str(part) for part in parts)
+        why = nccl_refusal()
+        yield "NCCL", f"not used: {why}" if why else f"{version} carries collectives (docs/gpu.md)"
     from jaxmpi.sharded import why_not_mpi
 
     reason = why_not_mpi()

@@ -1,10 +1,11 @@
 #!/bin/sh
-# Compiles check_mpi.c, check_ffi.c or check_driver.c against real headers:
-# check_headers.sh mpi|ffi|cuda|hip CSRC COMPILER...
+# Compiles check_mpi.c, check_ffi.c, check_driver.c or check_nccl.c against real headers:
+# check_headers.sh mpi|ffi|cuda|hip|nccl CSRC COMPILER...
 #
 # JAXMPI_MPI_INCLUDE: directories with an mpi.h, and perhaps an mpi_abi.h beside it, separated by colons.
 # JAXMPI_FFI_INCLUDE: likewise those that hold xla/ffi/api/c_api.h; python -c "import jax.ffi; print(jax.ffi.include_dir())"
 # JAXMPI_CUDA_INCLUDE, JAXMPI_HIP_INCLUDE: those that hold cuda.h, and hip/hip_runtime_api.h.
+# JAXMPI_NCCL_INCLUDE: those that hold nccl.h; cuda_runtime.h is found in those of JAXMPI_CUDA_INCLUDE.
 # Nothing given: the test is skipped (exit status 77).
 kind=$1 csrc=$2
 shift 2
@@ -58,6 +59,7 @@ case $kind in
     directories=$JAXMPI_HIP_INCLUDE
     options="-DDRIVER_HIP -D__HIP_PLATFORM_AMD__ -DDRIVER_HEADER=<hip/hip_runtime_api.h>"
     ;;
+  nccl) directories=$JAXMPI_NCCL_INCLUDE source=check_nccl.c options="-isystem ${JAXMPI_CUDA_INCLUDE:-/usr/include}" ;;
 esac
 [ -n "$directories" ] || exit 77
 IFS=:

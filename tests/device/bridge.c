@@ -161,8 +161,56 @@ static ffi_error *deferred(const ffi_frame *call) {
   return handlers[ROW_check](&frame);
 }
 
+/* A thread that executes what NCCL may carry, one call after the other, as the one thread of a program whose stream is
+ * a device's. XLA's CPU backend executes in threads of its own. */
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  ffi_frame *frame; /* NULL: none waits */
+  int row;
+  bool started, done;
+  ffi_error *error;
+} one = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+
+static void *run_one(void *unused) {
+  pthread_mutex_lock(&one.lock);
+  for (;;) {
+    while (one.frame == NULL || one.done) pthread_cond_wait(&one.changed, &one.lock);
+    pthread_mutex_unlock(&one.lock);
+    ffi_error *error = handlers[one.row](one.frame);
+    pthread_mutex_lock(&one.lock);
+    one.error = error;
+    one.done = true;
+    pthread_cond_broadcast(&one.changed);
+  }
+  return unused;
+}
+
+static ffi_error *execute_in_one(ffi_frame *frame, int row) {
+  pthread_t thread;
+  pthread_mutex_lock(&one.lock);
+  if (!one.started) one.started = pthread_create(&thread, NULL, run_one, NULL) == 0;
+  while (one.frame != NULL) pthread_cond_wait(&one.changed, &one.lock);
+  one.frame = frame, one.row = row, one.done = false;
+  pthread_cond_broadcast(&one.changed);
+  while (!one.done) pthread_cond_wait(&one.changed, &one.lock);
+  ffi_error *error = one.error;
+  one.frame = NULL;
+  pthread_cond_broadcast(&one.changed);
+  pthread_mutex_unlock(&one.lock);
+  return error;
+}
+
 static ffi_error *execute(ffi_frame *frame, int row) {
-  ffi_error *error = handlers[row](frame);
+  enum { MPI, NCCL };
+  static const int engines[] = {
+#define OPERATION(name, engine, ...) engine,
+#include "core/ops.def"
+#undef OPERATION
+  };
+  const char *wish = getenv("JAXMPI_DEVICE_TRANSPORT");
+  bool by_one = engines[row] == NCCL && wish != NULL && strcmp(wish, "nccl") == 0;
+  ffi_error *error = by_one ? execute_in_one(frame, row) : handlers[row](frame);
   int code = driver->synchronize(stream_now());
   if (error == NULL && code != 0) error = fail(frame, "work on the stream has failed", code);
   if (error == NULL && row != ROW_check && handlers[ROW_check] != NULL) error = deferred(frame);

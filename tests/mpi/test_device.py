@@ -92,6 +92,7 @@ def test_road(environment, aware, inspects, survives, expected):
     assert devices._transport(wish, aware, inspects, survives)[0] == expected
 
 
+NCCL = {"JAXMPI_DEVICE_TRANSPORT": "nccl"}
 FLAGS, CHUNK = {"JAXMPI_DEVICE_TRANSPORT": "flags"}, {"JAXMPI_DEVICE_CHUNK": " 8192 "}
 ONE, BOTH = {"CUDA": None, "ROCM": "no driver"}, {"CUDA": None, "ROCM": None}
 AWARE = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
@@ -127,18 +128,29 @@ CHOICES = [
     ({}, "cuda,cpu", BOTH, AWARE, {"aware": True, "because": "CUDA: yes", "platforms": ["CUDA", "ROCM"]}),
     ({}, "rocm", BOTH, AWARE, {"aware": False, "because": "ROCM: no"}),
     ({}, "cpu", BOTH, AWARE, {"aware": False, "because": "CUDA: yes; ROCM: no"}),
+    # NCCL
+    ({}, "cuda", ONE, {}, {"nccl": devices.Nccl()}),
+    (NCCL, "cuda", ONE, {"nccl": 22809}, {"transport": "callback", "nccl": devices.Nccl(0, 22809)}),
+    (NCCL, "rocm,cpu", BOTH, {"nccl": 22809}, {"nccl": devices.Nccl(0, 22809)}),
+    (NCCL, "cuda", ONE, {"nccl": "why not"}, {"nccl": devices.Nccl(2, why="why not")}),
+    (NCCL, "cpu", ONE, {}, {"nccl": devices.Nccl(1)}),
+    (NCCL, "cuda,rocm", BOTH, {"counts": {"CUDA": 1, "ROCM": 1}}, {"nccl": devices.Nccl(1)}),
+    (NCCL, "cuda", ONE, AWARE, {"transport": "wait", "nccl": devices.Nccl(3)}),
+    (NCCL, "cuda", {"CUDA": "no driver"}, {}, {"platforms": [], "nccl": devices.Nccl(1)}),
 ]
-"""Settings, JAX's platforms, drivers, what is told of them and of the MPI library, and what is chosen."""
+"""Settings, JAX's platforms, drivers, what is told of them and of libraries, and what is chosen."""
 
 
 def test_choice_of_devices(monkeypatch):
     def check(row):
         environment, platforms, drivers, told, expected = row
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and "flags" in told:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and ("flags" in told or environment == NCCL):
             return
         monkeypatch.setattr(devices._core, "drivers", lambda: drivers)
         monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
         monkeypatch.setattr(devices._core, "flags", lambda: told["flags"])
+        monkeypatch.setattr(devices._core, "open_nccl", lambda platform, path: told["nccl"])
+        monkeypatch.setattr(devices, "_libraries", lambda platform: ["library"])
         monkeypatch.setattr(devices._core, "device_counts", lambda: told["counts"])  # where it may be asked
         monkeypatch.setattr(devices, "detected", lambda platform, *_: told.get(platform, (False, "")))
         settings = Settings.from_environment(environment)
@@ -286,7 +298,8 @@ def test_report():
     done = launch(1, "-m", "jaxmpi.info")
     aware = simulated.TRANSPORT == "aware"
     assert "communicates on  cpu, cuda, rocm" in done.stdout
-    assert ("handed to MPI as it is" if aware else f"copied for MPI, transport: {simulated.TRANSPORT}") in done.stdout
+    transport = "callback" if simulated.BY_NCCL else simulated.TRANSPORT
+    assert ("handed to MPI as it is" if aware else f"copied for MPI, transport: {transport}") in done.stdout
     assert ("says yes" if aware else "says no") in done.stdout
 
 

@@ -1,4 +1,6 @@
-"""The suite on a simulated device: `JAXMPI_TEST_DEVICE=callback`, `flags`, `wait` or `aware` names the transport.
+"""The suite on a simulated device: `JAXMPI_TEST_DEVICE=callback`, `flags`, `wait`, `aware` or `nccl` names the transport.
+
+With `mixed` NCCL carries what it can, too, and ranks of odd numbers have their arrays in CPU memory.
 
 JAX computes on the CPU. Each operation's buffers are carried to the memory of a fake driver, which no host code can
 touch, handed to the core's handler for devices on an asynchronous stream, and carried back. `JAXMPI_FAKE_DRIVERS` is
@@ -11,9 +13,10 @@ import sys
 from pathlib import Path
 
 TRANSPORT = os.environ.get("JAXMPI_TEST_DEVICE", "")
-LEAVES = TRANSPORT in ("callback", "flags")
+BY_NCCL = TRANSPORT in ("nccl", "mixed")
+LEAVES = TRANSPORT in ("callback", "flags", "nccl")
 """Operations are left to the stream: their errors come later."""
-TRANSPORTS = ("callback", "flags", "wait", "aware")
+TRANSPORTS = ("callback", "flags", "wait", "aware", "nccl", "mixed")
 
 
 def begin() -> None:
@@ -25,10 +28,12 @@ def begin() -> None:
     folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
     environment = {**os.environ, "JAXMPI_SIMULATED": "1", "JAXMPI_DEVICE_CHUNK": "4096"}
     environment["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+    if BY_NCCL:  # JAX may use devices, of which there are NVIDIA's alone
+        environment |= {"JAX_PLATFORMS": "", "HIP_VISIBLE_DEVICES": "-1"}
     if TRANSPORT == "aware":
         environment["LD_PRELOAD"] = str(folder / "libaware.so")
     else:
-        environment["JAXMPI_DEVICE_TRANSPORT"] = TRANSPORT
+        environment["JAXMPI_DEVICE_TRANSPORT"] = "nccl" if BY_NCCL else TRANSPORT
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
@@ -49,7 +54,8 @@ class Device:
         from jaxmpi._primitive import lowering
 
         assert library.DEVICES.aware == (TRANSPORT == "aware"), library.DEVICES
-        assert TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
+        assert BY_NCCL or TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
+        assert library.DEVICES.nccl.version == 22809 * BY_NCCL, library.DEVICES
         folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
         self._bridge = ctypes.CDLL(str(folder / "libbridge.so"))
         self._bridge.bridge_handler.restype = ctypes.c_void_p
@@ -57,6 +63,8 @@ class Device:
         assert self._bridge.bridge_open(str(folder / "libcuda.so.1").encode()) == 0
         address_of = ctypes.pythonapi.PyCapsule_GetPointer
         address_of.restype, address_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        if TRANSPORT == "mixed" and library.MPI.COMM_WORLD.rank % 2 == 1:
+            return
         for name, capsule in _core.handlers()["CUDA"].items():
             if name == "check" and deferring:
                 continue

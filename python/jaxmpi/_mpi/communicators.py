@@ -15,6 +15,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, groups, spares, static, timeline
+from jaxmpi._mpi.devices import NCCL_REFUSALS
 from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, stable_key
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
@@ -164,7 +165,7 @@ def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
             )
         _forget_freed()
         _core.configure_communicator(identity[0], chunk=_default.chunk(ours=False))
-        _compare(identity[0], comm, name)
+        _agree(identity[0], comm, name)
         if of_mpi := comm.Get_name():
             _core.configure_communicator(identity[0], name=of_mpi)
         timeline.communicator(identity[0], comm, of_mpi)
@@ -180,14 +181,19 @@ piece. A share must not get too short, because libraries send shares."""
 _THREAD = threading.get_ident()
 
 
-def _compare(number: int, comm: MPI.Comm, name: int = 0) -> None:
-    """Let the ranks of a communicator compare the first collectives, if they agreed to and are ranks of COMM_WORLD."""
-    if _default.calls == 0:
+def _agree(number: int, comm: MPI.Comm, name: int = 0) -> None:
+    """Let the ranks of a communicator compare the first collectives, and leave collectives to NCCL, if all ranks of
+    COMM_WORLD agreed to and these are ranks of COMM_WORLD."""
+    if _default.calls == 0 and not _default.nccl:
         return
     if threading.get_ident() != _THREAD:
         _core.configure(several_threads=True)
     ranks = groups.ranks_within(comm, MPI.COMM_WORLD)
-    if MPI.UNDEFINED not in ranks:
+    if MPI.UNDEFINED in ranks:
+        return
+    if _default.nccl and len(ranks) > 1:
+        _core.configure_communicator(number, by_nccl=True)
+    if _default.calls > 0:
         of_default, of_world = CONSTANTS["NAME_OF_DEFAULT"], CONSTANTS["NAME_OF_WORLD"]
         if not name:
             name = of_world if comm == MPI.COMM_WORLD else of_default if _default.is_it(comm) else 0
@@ -222,6 +228,14 @@ class _Agreed:
     """A number for the job, from rank 0."""
     spares: int = SETTINGS.spares
     """How many ranks are spare."""
+    nccl_asked: int = DEVICES.nccl.asked
+    """Whether a rank has been asked to use NCCL."""
+    nccl_refusal: int = DEVICES.nccl.refusal
+    """Why NCCL cannot be used, one of NCCL_REFUSALS."""
+    nccl_version: int = DEVICES.nccl.version
+    """The latest version of a rank."""
+    nccl_oldest: int = -DEVICES.nccl.version
+    """The oldest version of a rank, negative."""
 
 
 class _Default:
@@ -261,12 +275,33 @@ class _Default:
         compare = together and (self._agreed.calls == ALL or not self._agreed.compares_none)
         self.calls = self._agreed.calls if compare else 0
         """How many collectives of a communicator its ranks compare, the same on all ranks; ALL: all calls."""
+        self.nccl_refusal = self._why_not_nccl(together)
+        """Why NCCL carries nothing, the same on all ranks; empty: it does."""
+        self.nccl = together and not self.nccl_refusal
+        """Whether NCCL carries what it can, on all communicators of ranks of COMM_WORLD."""
         self._stepping_in = threading.Lock()
 
     @property
     def _agreed(self) -> _Agreed:
         """What the ranks have agreed on, once the requests are complete."""
         return _Agreed(*self._numbers.tolist())
+
+    def _why_not_nccl(self, together: bool) -> str:
+        if not together:
+            return "not all ranks had imported jaxmpi in time" if DEVICES.nccl.asked else NCCL_REFUSALS[-1]
+        agreed = self._agreed
+        why = NCCL_REFUSALS[agreed.nccl_refusal]
+        if not why and agreed.nccl_version != -agreed.nccl_oldest:
+            why = f"the ranks have versions {-agreed.nccl_oldest} to {agreed.nccl_version} of the library"
+        if why and agreed.nccl_asked and MPI.COMM_WORLD.rank == 0:
+            more = f" ({DEVICES.nccl.why})" if DEVICES.nccl.why else ""
+            warnings.warn(
+                f"jaxmpi: JAXMPI_DEVICE_TRANSPORT=nccl, but NCCL carries nothing, because {why}{more}. MPI carries all "
+                "operations. Leave the variable out to do without NCCL.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return why
 
     def leave_out(self, count: int) -> spares.Pool:
         """Leave the last `count` ranks out of the default communicator: they are spare."""
@@ -400,6 +435,11 @@ def know() -> None:
 def default() -> Communicator:
     """Return the communicator of calls without `comm`: one clone of COMM_WORLD."""
     return _default.get()
+
+
+def nccl_refusal() -> str:
+    """Return why NCCL carries nothing; empty: it carries what it can."""
+    return _default.nccl_refusal
 
 
 def replace_default(comm: MPI.Comm) -> None:

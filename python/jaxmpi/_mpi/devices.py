@@ -3,6 +3,8 @@
 Only a driver's library is loaded, if it is installed: no SDK. No device is opened before JAX opens it.
 """
 
+import importlib.util
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,35 @@ _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, 
 
 CHUNK = 4 << 20
 """Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
+
+
+NCCL_REFUSALS = (
+    "",
+    "a rank has no driver for NVIDIA's or AMD's devices that JAX may use, or drivers for both",
+    "a rank cannot load the library",
+    "MPI reads the memory of devices itself (JAXMPI_DEVICE_MPI=off leaves that out)",
+    "the job goes on without a rank that has died",
+    "MPI is below MPI_THREAD_MULTIPLE",
+    "not all ranks have set JAXMPI_DEVICE_TRANSPORT=nccl",
+)
+"""The reasons why NCCL carries nothing, by number; 0: there is none. Ranks agree on the largest number."""
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """Whether this rank can use NCCL, or RCCL."""
+
+    refusal: int = len(NCCL_REFUSALS) - 1
+    """A number of NCCL_REFUSALS."""
+    version: int = 0
+    """22809 for 2.28.9; 0: it has not been loaded."""
+    why: str = ""
+    """More on the refusal, for this rank."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user has asked for it on this rank."""
+        return self.refusal < len(NCCL_REFUSALS) - 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +69,8 @@ class Choice:
     """Whether it asks for chunks on all communicators: the user has set the size."""
     flags_asked: bool = False
     """Whether the user has asked for the transport flags: a device without flags then raises and takes no callback."""
+    nccl: Nccl = Nccl()
+    """Whether this rank can leave collectives to NCCL. All ranks must: see communicators.py."""
 
     @property
     def platforms(self) -> list[str]:
@@ -111,6 +144,33 @@ def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[
     return "callback", "the MPI library does not call the driver"
 
 
+def _libraries(platform: str) -> list[str]:
+    """Return the names of NCCL for a platform: first the library that JAX's packages have installed."""
+    if platform == "ROCM":
+        return ["librccl.so.1"]
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    found = [path for folder in folders if (path := os.path.join(folder, "nccl/lib/libnccl.so.2")) and os.path.exists(path)]
+    return [*found, "libnccl.so.2"]
+
+
+def _nccl(platforms: Sequence[str], aware: bool, survives: bool) -> Nccl:
+    """Load NCCL for the platform of this rank, unless there is a reason not to use it."""
+    able = [platform for platform in platforms if platform in ("CUDA", "ROCM")]
+    if len(able) != 1:
+        return Nccl(1)
+    for refusal, holds in ((3, aware), (4, survives), (5, MPI.Query_thread() < MPI.THREAD_MULTIPLE)):
+        if holds:
+            return Nccl(refusal)
+    whys = []
+    for path in _libraries(able[0]):
+        answer = _core.open_nccl(able[0], path)
+        if isinstance(answer, int):
+            return Nccl(0, answer)
+        whys.append(answer)
+    return Nccl(2, why="; ".join(whys))
+
+
 def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
     """Return the platforms that decide: platforms with a driver that JAX may use and, if there are several drivers,
     that have a device. Return all platforms if there is none.
@@ -145,7 +205,8 @@ def choose(
     said = "; ".join(text for _, text in answers.values())
     aware = able if forced is None else forced and bool(platforms)
     called = inspects or any(answer for answer, _ in answers.values())
-    transport, why = _transport(settings.device_transport, aware, called, survives)
+    by_nccl = settings.device_transport == "nccl"
+    transport, why = _transport("auto" if by_nccl else settings.device_transport, aware, called, survives)
     used = any(allows(jax_platforms or "", platform) for platform in platforms)
     flags = _core.flags() if transport == "flags" and used else dict.fromkeys(counted, True)
     if without := [platform for platform in counted if not flags.get(platform)]:
@@ -163,7 +224,8 @@ def choose(
     wish = settings.device_chunk
     chunk = wish if wish is not None else CHUNK if used and not aware else 0
     asked = settings.device_transport == "flags"
-    rest = (chunk, wish is not None, asked)
+    allowed = [platform for platform in counted if platform in platforms] if used else []
+    rest = (chunk, wish is not None, asked, _nccl(allowed, aware, survives) if by_nccl else Nccl())
     if not platforms:
         return Choice(drivers, False, transport, "no driver", *rest)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"

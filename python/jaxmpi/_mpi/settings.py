@@ -54,7 +54,7 @@ class Settings:
     """JAXMPI_DEVICE_MPI, MPI4JAX_USE_CUDA_MPI: those that are set and not `auto`, as "on" or
     "off": whether MPI is given the memory of devices."""
     device_transport: str
-    """JAXMPI_DEVICE_TRANSPORT: auto, callback, flags or wait."""
+    """JAXMPI_DEVICE_TRANSPORT: auto, callback, flags, wait or nccl."""
     device_chunk: int | None
     """JAXMPI_DEVICE_CHUNK: bytes of a chunk; None: not set."""
     spares: int
@@ -76,7 +76,7 @@ class Settings:
             timeout_action=read.choice("JAXMPI_TIMEOUT_ACTION", *ACTIONS),
             trace=environment.get("JAXMPI_TRACE", ""),
             device_mpi=read.switches("JAXMPI_DEVICE_MPI", "MPI4JAX_USE_CUDA_MPI"),
-            device_transport=read.choice("JAXMPI_DEVICE_TRANSPORT", "auto", "callback", "flags", "wait"),
+            device_transport=read.choice("JAXMPI_DEVICE_TRANSPORT", "auto", "callback", "flags", "wait", "nccl"),
             device_chunk=read.bytes("JAXMPI_DEVICE_CHUNK", 4096),
             spares=read.count("JAXMPI_SPARES"),
             started_by_rank=_STARTED_BY_RANK in environment,
