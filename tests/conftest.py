@@ -37,11 +37,14 @@ from mpi4py import MPI  # noqa: E402
 
 import jaxmpi  # noqa: E402
 from jaxmpi._mpi.library import DEVICES  # noqa: E402
+from jaxmpi._mpi.settings import SETTINGS  # noqa: E402
 from support import selection  # noqa: E402
 
 if os.environ.get("JAXMPI_TEST_SYNCHRONOUS"):  # JAX reads no variable for that
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+if SETTINGS.device_transport == "nccl":  # NCCL refuses ranks that share a device, unless they seem to be on other hosts
+    os.environ.setdefault("NCCL_HOSTID", f"rank-{RANK}")
 if SIZE == 1:  # otherwise the launcher ends all ranks
     limits.begin()
 else:  # in one folder the ranks would remove each other's old files at the same time

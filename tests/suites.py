@@ -188,7 +188,12 @@ def device(options) -> Iterator[Command]:
 
 
 def gpu(options) -> Iterator[Command]:
-    """On the transport that is chosen there, and on the one on which every operation raises its own error."""
+    """On the transport that is chosen there, and on the one on which every operation raises its own error.
+
+    First with NCCL, in some minutes: the ranks may share one device (tests/conftest.py sets NCCL_HOSTID).
+    """
+    by_nccl = {"JAX_PLATFORMS": f"{options.gpu},cpu", "JAXMPI_DEVICE_TRANSPORT": "nccl"}
+    yield pytest("operations order leaves redistribute", options, "--brief", ranks=2, **by_nccl)
     for ranks in (1, 2, 4):
         yield pytest(f"{ON_DEVICES} adjoint gpu", options, ranks=ranks, JAX_PLATFORMS=f"{options.gpu},cpu")
     variables = {"JAX_PLATFORMS": f"{options.gpu},cpu", "JAXMPI_DEVICE_TRANSPORT": "wait"}

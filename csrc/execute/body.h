@@ -24,8 +24,8 @@ static inline bool call_is_by_nccl(const struct call *call) {
     case 'i': /* integer; NCCL has no 16-bit integers */
       return type->bytes != 2;
     case 'f': /* floating */
-    case 'h': /* half */
-      return true;
+    case 'h': /* half; of NCCL's MAX and MIN a NaN need not win */
+      return reduction->basic <= BASIC_PROD;
     default: /* of complex numbers, the sum */
       return *type->kind == 'c' && reduction->basic == BASIC_SUM;
   }

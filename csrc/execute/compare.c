@@ -42,7 +42,8 @@ static inline bool all_are_compared(void) { return atomic_load_explicit(&runtime
 void compare_decide(struct call *call) {
   bool collective = attribute_of(call->operation, KIND_DERIVATIVE) >= 0; /* all collectives have it */
   bool all = all_are_compared();
-  call->comparison.due = call->comm->size > 1 && collective && (all || call->by_nccl || plan_of(call) == NULL);
+  bool labelled = plan_of(call) != NULL && !atomic_load_explicit(&call->comm->by_nccl, memory_order_relaxed);
+  call->comparison.due = call->comm->size > 1 && collective && (all || !labelled);
   call->labelled = !collective && call->memory->host && has_labels();
   if (call->comparison.due || call->labelled) find_share(call);
 }
@@ -75,11 +76,12 @@ static int64_t hash_of_counts(const struct call *call) {
 }
 
 /* The number of a call's operation or function in a record. A start of an exchange has the number of the exchange in
- * one call, because these match. */
+ * one call, because these match, unless NCCL carries the latter. */
 static int64_t operation_number(const struct call *call) {
   int function = function_of(call->operation, call->attributes);
-  if (function != FUNCTION_OF_ROW) return OPERATION_COUNT + function_table[function].compared;
-  return call->operation->row == ROW_exchange_start ? ROW_exchange : call->operation->row;
+  bool match = !atomic_load_explicit(&call->comm->by_nccl, memory_order_relaxed);
+  if (function != FUNCTION_OF_ROW) return OPERATION_COUNT + (match ? function_table[function].compared : function);
+  return match && call->operation->row == ROW_exchange_start ? ROW_exchange : call->operation->row;
 }
 
 /* The operation of a record; NULL: this version of the package has none with this number. `name`: for users. */

@@ -6,10 +6,10 @@
  *
  * With JAXMPI_CHECK=1 (runtime.check) this holds for all collectives, without end, and a message has a label with its
  * contents. Otherwise it holds for the first collectives of a communicator (`to_compare`), and no correct program may
- * notice. Calls with a plan are left out, because their messages have labels. A start of something does not wait for
- * the other ranks, whose answers come with the wait for it. Other calls wait for the ranks compare_patience at most. A
- * rank that has waited in vain several times compares no more on this communicator, as if the others did not use this
- * library.
+ * notice. Calls with a plan are left out, because their messages have labels, unless NCCL carries some of them. A start
+ * of something does not wait for the other ranks, whose answers come with the wait for it. Other calls wait for the
+ * ranks compare_patience at most. A rank that has waited in vain several times compares no more on this communicator,
+ * as if the others did not use this library.
  *
  * Threads: the functions run in the thread in which XLA called the handler, without the GIL. compare_decide needs no
  * lock; call_body calls the others, which call MPI, with runtime.lock held where `serialize` is set. */

@@ -140,6 +140,7 @@ static ffi_error *check_count(const struct call *call) {
 static int run_call(struct call *call) {
   if (check_count(call) != NULL) return 1;
   call_settle(call);
+  call->by_nccl = false; /* the arrays are in CPU memory on all ranks */
   return call_body(call) != NULL;
 }
 

@@ -185,6 +185,7 @@ TEST(the_rest_is_mpis) {
   stays("scan", F32, comm, reduction("SUM"), "MPI_Scan");
   stays("exscan", F32, comm, reduction("SUM"), "MPI_Exscan");
   stays("allreduce", S16, comm, reduction("SUM"), "MPI_Allreduce");
+  stays("allreduce", F32, comm, reduction("MAX"), "MPI_Allreduce");
   stays("allreduce", C128, comm, reduction("PROD"), "MPI_Allreduce");
   stays("allreduce", S32, comm, reduction_of(operation_handle("PROD"), REDUCER_USER), "MPI_Allreduce");
   stays("allreduce", F32, world(0, 2), reduction("SUM"), "MPI_Allreduce");

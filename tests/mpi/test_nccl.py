@@ -133,6 +133,21 @@ def test_different_calls(tmp_path):
     assert launch(2, program(tmp_path, text), JAXMPI_CHECK="1").stdout.count("said;") == 2
 
 
+def test_a_start_and_a_call_at_once(tmp_path):
+    """They do not match, because MPI carries a start: the ranks compare them, too."""
+    text = """
+        grid, said = jaxmpi.Grid(2, 16), ""
+        field = jnp.zeros(grid.local_shape)
+        try:
+            (grid.exchange(field) if rank == 0 else grid.finish(grid.start(field))).block_until_ready()
+        except RuntimeError as error:
+            said = str(error)
+        assert "the ranks differ" in said and "Grid.start" in said and "Grid.exchange" in said, said
+        print("said;", flush=True)
+    """
+    assert launch(2, program(tmp_path, text)).stdout.count("said;") == 2
+
+
 def test_a_rank_dies(tmp_path):
     text = """
         f = jaxmpi.jit(lambda v: jaxmpi.allreduce(v, MPI.SUM))

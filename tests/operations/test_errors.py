@@ -521,7 +521,7 @@ def test_operations_are_named_as_users_know_them():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="test_gpu.py says what is there")
 def test_supports():
     assert jaxmpi.has_cuda_support() is bool(simulated.TRANSPORT)
-    assert jaxmpi.has_rocm_support() is bool(simulated.TRANSPORT)
+    assert jaxmpi.has_rocm_support() is (bool(simulated.TRANSPORT) and not simulated.BY_NCCL)
     assert jaxmpi.has_sycl_support() is False
 
 
