@@ -709,7 +709,7 @@ def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.skipif(simulated.BY_NCCL, reason="they do not match where NCCL carries one of them: tests/mpi/test_nccl.py")
+@pytest.mark.skipif(simulated.BY_NCCL, reason="NCCL carries one of them alone: tests/mpi/test_nccl.py")
 @pytest.mark.parametrize("rows", [1, 20_000])
 def test_what_blocks_and_what_starts_are_one_exchange(rows, comm, rank, size):
     part = comm.Split(rank // 2)

@@ -150,8 +150,8 @@ def _libraries(platform: str) -> list[str]:
         return ["librccl.so.1"]
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
-    found = [path for folder in folders if (path := os.path.join(folder, "nccl/lib/libnccl.so.2")) and os.path.exists(path)]
-    return [*found, "libnccl.so.2"]
+    paths = [os.path.join(folder, "nccl", "lib", "libnccl.so.2") for folder in folders]
+    return [*filter(os.path.exists, paths), "libnccl.so.2"]
 
 
 def _nccl(platforms: Sequence[str], aware: bool, survives: bool) -> Nccl:
