@@ -40,7 +40,7 @@ struct communicator {
   atomic_uint_least64_t planned;       /* calls with a plan so far: plan.h */
   /* NCCL carries what it can (devices/nccl.h), the same on all ranks; NULL: has not carried a call yet. */
   atomic_bool by_nccl;
-  struct nccl *nccl;
+  struct nccl *_Atomic nccl;
   atomic_int queued; /* posted receives and unexpected messages: requests/queue.h */
 };
 

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/symbols.h"
 #include "base/threads.h"
@@ -15,6 +16,7 @@
 #include "core/plan.h"
 #include "devices/transport.h"
 #include "execute/body.h"
+#include "observe/log.h"
 #include "observe/watchdog.h"
 
 /* Of nccl.h: tests/c/check_nccl.c compares. Bytes are sent as INT8. */
@@ -26,7 +28,7 @@ typedef struct ncclComm *ncclComm_t;
 typedef struct {
   char internal[128];
 } ncclUniqueId;
-enum { OLDEST = 21800, MAGIC = (int)0xcafebeef, INT8 = 0 };
+enum { OLDEST = 21800, MAGIC = (int)0xcafebeef, INT8 = 0, IN_PROGRESS = 7 };
 typedef struct { /* as in 2.18; later versions accept the shorter one and set what is missing */
   size_t size;
   unsigned magic, version;
@@ -63,19 +65,45 @@ static ffi_error *fail_nccl(const struct call *call, const char *function, int c
 /* --- the calls that have been enqueued, oldest first --- */
 
 /* A call is not followed if so many others have not ended. */
-enum { FOLLOWED = 64, LEAST_PAUSE = 20000, MOST_PAUSE = 1000000 /* nanoseconds */ };
+enum { FOLLOWED = 64, LEAST_PAUSE = 20000, MOST_PAUSE = 1000000 /* nanoseconds */, PAUSES_TO_ASK = 1000 };
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t wake;
   pthread_t thread;
-  bool running, ending;
+  pid_t process; /* that the thread belongs to; 0: it has not begun */
+  bool ending, enqueuing;
   unsigned first, next; /* numbers of calls; a call is at the remainder by FOLLOWED */
   struct followed {
     void *event, *context; /* made at the first use; of the device that the event belongs to */
+    struct communicator *comm;
     int64_t summary[SUMMARY_WORDS];
     int words;
   } calls[FOLLOWED];
 } follower = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+
+/* Pause, and let MPI progress. Return whether the follower is to go on. */
+static bool pause_awhile(long nanoseconds) {
+  nanosleep(&(struct timespec){0, nanoseconds}, NULL);
+  pthread_mutex_lock(&follower.lock);
+  bool ending = follower.ending;
+  pthread_mutex_unlock(&follower.lock);
+  if (!ending) runtime.abi->progress();
+  return !ending;
+}
+
+/* End the job if NCCL has met an error while a call was under way: the call never ends. */
+static void ask_for_error(const struct followed *call) {
+  ncclResult_t code = 0;
+  if (pthread_mutex_trylock(&lock) != 0) return; /* a call is being enqueued */
+  if (call->comm->nccl != NULL && nccl.CommGetAsyncError(call->comm->nccl->handle, &code) != 0) code = 0;
+  pthread_mutex_unlock(&lock);
+  if (code == 0 || code == IN_PROGRESS) return;
+  char text[256];
+  snprintf(text, sizeof text, "NCCL reports an error on rank %d while a call is under way: %s (code %d)",
+           call->comm->rank, nccl.GetErrorString(code), code);
+  fprintf(stderr, "jaxmpi: %s. The job ends, because the call would not\n", text);
+  runtime.abort(text);
+}
 
 /* Wait until a call has ended, or the device has failed. */
 static void follow(const struct followed *call) {
@@ -84,13 +112,9 @@ static void follow(const struct followed *call) {
   if (space->enter(call->context, &previous) != 0) return;
   struct watched *record = watchdog_begin_summary(call->summary, call->words);
   long pause = LEAST_PAUSE;
-  while (space->event_done(call->event, &done) == 0 && !done) {
-    nanosleep(&(struct timespec){0, pause}, NULL);
+  for (int pauses = 1; space->event_done(call->event, &done) == 0 && !done && pause_awhile(pause); pauses++) {
     if (pause < MOST_PAUSE) pause *= 2;
-    pthread_mutex_lock(&follower.lock);
-    done = follower.ending;
-    pthread_mutex_unlock(&follower.lock);
-    if (!done) runtime.abi->progress();
+    if (pauses % PAUSES_TO_ASK == 0) ask_for_error(call);
   }
   watchdog_end(record);
   space->leave(previous);
@@ -99,18 +123,44 @@ static void follow(const struct followed *call) {
 static void *run_follower(void *unused) {
   pthread_mutex_lock(&follower.lock);
   while (!follower.ending) {
-    if (follower.first == follower.next) {
+    bool none = follower.first == follower.next;
+    const struct followed *call = &follower.calls[follower.first % FOLLOWED];
+    if (none && !follower.enqueuing) {
       pthread_cond_wait(&follower.wake, &follower.lock);
       continue;
     }
-    const struct followed *call = &follower.calls[follower.first % FOLLOWED];
     pthread_mutex_unlock(&follower.lock);
-    follow(call);
+    if (none)
+      pause_awhile(LEAST_PAUSE);
+    else
+      follow(call);
     pthread_mutex_lock(&follower.lock);
-    follower.first++;
+    if (!none) follower.first++;
   }
   pthread_mutex_unlock(&follower.lock);
   return unused;
+}
+
+/* A call is about to be enqueued, which may wait for other ranks; or that is over. */
+static void note_enqueuing(bool begins) {
+  pthread_mutex_lock(&follower.lock);
+  follower.enqueuing = begins;
+  if (begins && follower.process == 0 && thread_start(&follower.thread, run_follower) == 0) follower.process = getpid();
+  if (begins) pthread_cond_signal(&follower.wake);
+  pthread_mutex_unlock(&follower.lock);
+}
+
+/* Make the event of a place in the context of a call, if it is not there. The call before at this place has ended. */
+static int make_event(struct followed *place, void *context) {
+  void *previous;
+  if (place->event != NULL && place->context == context) return 0;
+  if (place->event != NULL && space->enter(place->context, &previous) == 0) {
+    space->event_free(place->event);
+    space->leave(previous);
+  }
+  place->event = NULL;
+  place->context = context;
+  return space->event_make(&place->event);
 }
 
 /* Follow a call that has been enqueued on its stream. Return the driver's code. */
@@ -118,17 +168,13 @@ static int follow_later(const struct call *call) {
   int code = 0;
   pthread_mutex_lock(&follower.lock);
   struct followed *next = &follower.calls[follower.next % FOLLOWED];
-  bool fits = next->event == NULL || next->context == call->context;
-  if (fits && follower.next - follower.first < FOLLOWED && !follower.ending) {
-    if (next->event == NULL) {
-      next->context = call->context;
-      code = space->event_make(&next->event);
-    }
+  if (follower.next - follower.first < FOLLOWED && !follower.ending) {
+    code = make_event(next, call->context);
     if (code == 0) code = space->event_record(next->event, call->stream);
     if (code == 0) {
+      next->comm = call->comm;
       next->words = summarize(call, next->summary);
       follower.next++;
-      if (!follower.running) follower.running = thread_start(&follower.thread, run_follower) == 0;
       pthread_cond_signal(&follower.wake);
     }
   }
@@ -144,12 +190,13 @@ struct invitation {
   int code;
 };
 
-static ffi_error *fail_made(const struct call *call, const char *function, int worst, int rank, int mine) {
-  if (mine != 0) return fail_nccl(call, function, mine, NULL);
+static ffi_error *fail_made(const struct call *call, const char *function, int worst, int rank) {
+  const char *more = call->comm->rank == rank ? nccl.GetLastError(NULL) : "";
   return call_fail(call, FFI_INTERNAL,
-                   "nccl%s failed on rank %d: %s (code %d). Nothing was sent. JAXMPI_DEVICE_TRANSPORT=auto leaves NCCL "
-                   "out",
-                   function, rank, nccl.GetErrorString(worst), worst);
+                   "nccl%s failed on rank %d: %s (code %d)%s%s. Nothing was sent. JAXMPI_DEVICE_TRANSPORT=auto leaves "
+                   "NCCL out",
+                   function, rank, nccl.GetErrorString(worst), worst, more != NULL && *more != '\0' ? ": " : "",
+                   more != NULL ? more : "");
 }
 
 /* Make the communicator of NCCL, with all ranks. What the streams have so far ends first: NCCL allocates memory, for
@@ -161,7 +208,7 @@ static ffi_error *make_comm(struct call *call, struct nccl *made) {
   ncclConfig_t config = {.size = sizeof config,
                          .magic = (unsigned)MAGIC,
                          .version = OLDEST,
-                         .blocking = INT_MIN,
+                         .blocking = 1,
                          .cga_cluster_size = INT_MIN,
                          .least_ctas = INT_MIN,
                          .most_ctas = INT_MIN,
@@ -173,15 +220,14 @@ static ffi_error *make_comm(struct call *call, struct nccl *made) {
   call->function = "MPI_Bcast";
   int code = runtime.abi->share(comm, &invitation, sizeof invitation);
   if (code != 0) return call_fail_mpi(call, code);
-  if (invitation.code != 0)
-    return fail_made(call, "GetUniqueId", invitation.code, 0, comm->rank == 0 ? invitation.code : 0);
+  if (invitation.code != 0) return fail_made(call, "GetUniqueId", invitation.code, 0);
   call->function = "MPI_Allgather";
   if ((code = runtime.abi->worst(comm, 0, &worst, &rank)) != 0) return call_fail_mpi(call, code);
   int mine = nccl.CommInitRankConfig(&made->handle, comm->size, invitation.id, comm->rank, &config);
   if ((code = runtime.abi->worst(comm, mine, &worst, &rank)) == 0 && worst == 0) return NULL;
   if (mine == 0) nccl.CommAbort(made->handle);
   if (code != 0) return call_fail_mpi(call, code);
-  return fail_made(call, "CommInitRankConfig", worst, rank, mine);
+  return fail_made(call, "CommInitRankConfig", worst, rank);
 }
 
 /* Find or make the communicator of NCCL for a call. */
@@ -198,16 +244,17 @@ static ffi_error *find_comm(struct call *call, ncclComm_t *handle) {
   *handle = own->handle;
   if (own->context == call->context) return NULL;
   return call_fail(call, FFI_FAILED_PRECONDITION,
-                   "the arrays are on another device than those of the first call on this communicator, and NCCL "
-                   "serves one device of a process on each. Nothing was sent. Use another communicator, comm.Dup(), "
-                   "for each device");
+                   "the arrays are on another device than the first call on this communicator has used (the first "
+                   "device that this process may use, if those were in CPU memory), and NCCL serves one device of a "
+                   "process on each communicator. Nothing was sent. Use another one for this device: comm.Dup()");
 }
 
 void nccl_free(struct communicator *comm) {
   pthread_mutex_lock(&lock);
   struct nccl *own = comm->nccl;
   comm->nccl = NULL;
-  if (own != NULL) nccl.CommDestroy(own->handle);
+  if (own != NULL && !runtime_has_ended())
+    nccl.CommDestroy(own->handle); /* at the end it would wait, or find no device */
   free(own);
   pthread_mutex_unlock(&lock);
 }
@@ -367,6 +414,7 @@ static bool is_of_thread(void) {
 static ffi_error *enqueue_locked(struct call *call) {
   struct enqueued e = {.call = call, .function = "GroupStart"};
   ffi_error *error = find_comm(call, &e.comm);
+  call->function = "NCCL"; /* for the log */
   if (error != NULL) return error;
   TRY_DRIVER(call, order_after_last(call));
   int code = nccl.GroupStart();
@@ -389,8 +437,12 @@ static ffi_error *nccl_enqueue(struct call *call) {
         "NCCL carries this operation, and another thread of this process has used NCCL before: two threads "
         "could enqueue in another order than those of another rank. Nothing was sent. Call it in that "
         "thread, or set JAXMPI_DEVICE_TRANSPORT=auto, which leaves NCCL out");
+  call->function = "NCCL";
+  if (call->log.on) log_begin(call, "in the stream's order, %s, with", call->operation->id);
   pthread_mutex_lock(&lock);
+  note_enqueuing(true);
   ffi_error *error = enqueue_locked(call);
+  note_enqueuing(false);
   pthread_mutex_unlock(&lock);
   return error;
 }
@@ -531,13 +583,13 @@ ffi_error *nccl_run_host(struct call *call) {
 
 void nccl_finish(void) {
   void *previous;
+  if (follower.process != 0 && follower.process != getpid()) return; /* a child of fork has no thread, and no device */
   pthread_mutex_lock(&follower.lock);
-  bool running = follower.running;
   follower.ending = true;
-  follower.running = false;
   pthread_cond_signal(&follower.wake);
   pthread_mutex_unlock(&follower.lock);
-  if (running) pthread_join(follower.thread, NULL);
+  if (follower.process != 0) pthread_join(follower.thread, NULL);
+  follower.process = 0;
   for (int i = 0; i < FOLLOWED; i++) {
     struct followed *call = &follower.calls[i];
     if (call->event == NULL || space->enter(call->context, &previous) != 0) continue;

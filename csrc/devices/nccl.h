@@ -3,22 +3,27 @@
  * The host does not wait: a call is enqueued on the stream, and MPI has no part in it. All ranks of a communicator must
  * use the same engine for a call, and a rank does not ask the others. So the engine depends on nothing but the
  * communicator, the row of ops.def, the reduction and the dtype, which are the same on all of them: call_is_by_nccl. An
- * array in CPU memory goes by NCCL, too, through pinned memory, for which the call waits.
+ * array in CPU memory goes by NCCL, too, through pinned memory, and the call waits for it.
  *
- * A call of NCCL waits for its peers inside of the device's stream. No program that is right with MPI hangs for that:
- * each rank executes its calls, by either engine, in the order of the program, as if every collective synchronized.
- * Only one thread of a process may use NCCL for arrays of a device, the first that does: two threads could enqueue in
- * another order than those of another rank. If several streams are used, a call waits for the call of NCCL before it.
+ * A call of NCCL waits for its peers inside of the device's stream. Each rank executes its calls, by either engine, in
+ * the order of the program, as if every collective synchronized. So a program of one thread that is right with MPI does
+ * not hang. With two threads the calls could have another order than on another rank. The first thread that uses NCCL
+ * for arrays of a device is the only one that may; which thread XLA takes for arrays in CPU memory says nothing of the
+ * program, and there Python refuses a second thread (communicators.py). If several streams of a device are used, a call
+ * waits for the call of NCCL before it.
  *
  * The communicator of NCCL is made at the first call, in which all ranks take part, and freed with the communicator. At
  * the end of the process the communicators stay: freeing them would wait for ranks that have failed.
  *
  * A thread of ours follows the calls that have been enqueued. The watchdog reports one that does not end (watchdog.h).
- * The thread lets MPI progress meanwhile, because another rank may need a message of this one to get to the call.
+ * The thread ends the job if NCCL reports an error of a call under way. It lets MPI progress meanwhile, and while a
+ * call is being enqueued, because another rank may need a message of this one to get to the call.
  *
  * Threads: nccl_open is called under the GIL, before the first call. The thread in which XLA called the handler calls
- * the other functions, without the GIL; MPI calls nccl_free. A lock protects NCCL: it allows one call at a time. It is
- * held while a communicator is made, which waits for other ranks. */
+ * nccl_run_host, and runtime.enqueue, without the GIL; MPI calls nccl_free. A lock protects NCCL: it allows one call at
+ * a time. It is held while a communicator is made, which waits for other ranks and takes the lock of the stream states
+ * for a moment. The follower tries to take it, and does not wait for it. nccl_run_host holds a lock of its own, under
+ * which it takes the other. */
 #ifndef JAXMPI_NCCL_H
 #define JAXMPI_NCCL_H
 

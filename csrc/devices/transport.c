@@ -408,7 +408,9 @@ static ffi_error *run_in_state(struct stream_state *state, const struct call *ca
 /* Enqueue a call that NCCL carries. */
 static ffi_error *run_by_nccl(struct stream_state *state, struct call *call) {
   call->context = state->context;
-  ffi_error *error = call_body(call);
+  const struct plan *plan = plan_of(call);
+  ffi_error *error = plan != NULL ? plan_check(call, plan, true, true) : NULL;
+  if (error == NULL) error = call_body(call);
   if (error != NULL) return error;
   int code = call->memory->event_record(state->done, call->stream);
   if (code == 0) return NULL;

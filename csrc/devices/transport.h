@@ -24,9 +24,9 @@
  *
  * Threads: a handler calls transport_run in the thread in which XLA called the handler, without the GIL and with no
  * lock held. It takes states_lock for a moment, and holds the lock `taken` of a stream state until it returns. Under
- * that it takes the lock of jobs.h for a moment, or runtime.lock during an MPI call. MPI calls transport_drain in the
- * thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is called once, at the end
- * of the program, without the GIL; it takes states_lock, and then `taken` of each state.
+ * that it takes the lock of jobs.h for a moment, runtime.lock during an MPI call, or the lock of nccl.h. MPI calls
+ * transport_drain in the thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is
+ * called once, at the end of the program, without the GIL; it takes states_lock, and then `taken` of each state.
  */
 #ifndef JAXMPI_TRANSPORT_H
 #define JAXMPI_TRANSPORT_H

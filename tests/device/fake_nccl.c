@@ -441,6 +441,13 @@ static int end_comm(ncclComm_t comm, const char *name, bool aborts) {
 EXPORT int ncclCommDestroy(ncclComm_t comm) { return end_comm(comm, "CommDestroy", false); }
 EXPORT int ncclCommAbort(ncclComm_t comm) { return end_comm(comm, "CommAbort", true); }
 
+EXPORT int ncclCommGetAsyncError(ncclComm_t comm, int *error) {
+  const char *text = getenv("FAKE_NCCL_ASYNC");
+  if (comm->destroyed) violate("the communicator was destroyed before");
+  *error = text != NULL ? atoi(text) : 0;
+  return 0;
+}
+
 static void open_one(void) {
   if (depth++ == 0) open_group = calloc(1, sizeof *open_group);
 }

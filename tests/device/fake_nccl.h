@@ -15,7 +15,8 @@
  * follow the rules of fake_mpi.h: of what is received from rank r, it is what this rank sends to r in the same group,
  * or else to itself, with r - rank added to each byte; otherwise fake_byte(r, 0), fake_byte(r, 1), ...
  *
- * Environment, read at each use: FAKE_NCCL_VERSION is the version; FAKE_NCCL_FAIL is the name of a function that fails.
+ * Environment, read at each use: FAKE_NCCL_VERSION is the version; FAKE_NCCL_FAIL is the name of a function that fails,
+ * and FAKE_NCCL_ASYNC the code that CommGetAsyncError finds.
  */
 #ifndef JAXMPI_FAKE_NCCL_H
 #define JAXMPI_FAKE_NCCL_H

@@ -131,7 +131,7 @@ CHOICES = [
     # NCCL
     ({}, "cuda", ONE, {}, {"nccl": devices.Nccl()}),
     (NCCL, "cuda", ONE, {"nccl": 22809}, {"transport": "callback", "nccl": devices.Nccl(0, 22809)}),
-    (NCCL, "rocm,cpu", BOTH, {"nccl": 22809}, {"nccl": devices.Nccl(0, 22809)}),
+    (NCCL, "rocm,cpu", BOTH, {"nccl": 22809}, {"nccl": devices.Nccl(0, 22809, rccl=True)}),
     (NCCL, "cuda", ONE, {"nccl": "why not"}, {"nccl": devices.Nccl(2, why="why not")}),
     (NCCL, "cpu", ONE, {}, {"nccl": devices.Nccl(1)}),
     (NCCL, "cuda,rocm", BOTH, {"counts": {"CUDA": 1, "ROCM": 1}}, {"nccl": devices.Nccl(1)}),

@@ -537,6 +537,8 @@ def test_a_batch_on_one_rank_alone(comm, rank, size):
         "index map": lambda x: rows.exchange(rows.pad(jnp.resize(x, 4))),
         "sendrecv": lambda x: jaxmpi.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=comm),
     }
+    if simulated.BY_NCCL:
+        del calls["start"]  # after this error the ranks no longer compare the same calls, and NCCL has no labels
     x = jnp.ones(grid.local_shape)
     for name, call in calls.items():
         mapped = jax.vmap(lambda s, call=call: call(x * s if rank else x))

@@ -193,8 +193,7 @@ class _Dependence:
         return [not isinstance(x, Literal) and depends.get(x, False) for x in inner.outvars]
 
     @classmethod
-    def of_equation(cls, primitive: Any, params: JaxParams, depend: Sequence[bool]) -> list[bool]:
-        depend = list(depend)
+    def of_equation(cls, primitive: Any, params: JaxParams, depend: list[bool]) -> list[bool]:
         if primitive in CALLS:
             return cls.of_jaxpr(jaxprs.called(params), depend)
         if primitive is primitives.cond_p:

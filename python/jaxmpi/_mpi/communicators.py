@@ -192,6 +192,12 @@ def _agree(number: int, comm: MPI.Comm, name: int = 0) -> None:
     if MPI.UNDEFINED in ranks:
         return
     if _default.nccl and len(ranks) > 1:
+        if threading.get_ident() != _THREAD:
+            raise RuntimeError(
+                "jaxmpi: with JAXMPI_DEVICE_TRANSPORT=nccl only the thread that imported jaxmpi may communicate: two "
+                "threads could use NCCL in another order than those of another rank. Set it to auto for programs whose "
+                "threads communicate."
+            )
         _core.configure_communicator(number, by_nccl=True)
     if _default.calls > 0:
         of_default, of_world = CONSTANTS["NAME_OF_DEFAULT"], CONSTANTS["NAME_OF_WORLD"]
@@ -232,10 +238,10 @@ class _Agreed:
     """Whether a rank has been asked to use NCCL."""
     nccl_refusal: int = DEVICES.nccl.refusal
     """Why NCCL cannot be used, one of NCCL_REFUSALS."""
-    nccl_version: int = DEVICES.nccl.version
-    """The latest version of a rank."""
-    nccl_oldest: int = -DEVICES.nccl.version
-    """The oldest version of a rank, negative."""
+    nccl_library: int = DEVICES.nccl.library
+    """The largest number of a library and its version."""
+    nccl_least: int = -DEVICES.nccl.library
+    """The least of these numbers, negative."""
 
 
 class _Default:
@@ -287,13 +293,14 @@ class _Default:
         return _Agreed(*self._numbers.tolist())
 
     def _why_not_nccl(self, together: bool) -> str:
-        if not together:
-            return "not all ranks had imported jaxmpi in time" if DEVICES.nccl.asked else NCCL_REFUSALS[-1]
-        agreed = self._agreed
-        why = NCCL_REFUSALS[agreed.nccl_refusal]
-        if not why and agreed.nccl_version != -agreed.nccl_oldest:
-            why = f"the ranks have versions {-agreed.nccl_oldest} to {agreed.nccl_version} of the library"
-        if why and agreed.nccl_asked and MPI.COMM_WORLD.rank == 0:
+        """Return why NCCL carries nothing, and warn on rank 0 if a rank, or this one, has been asked to use it."""
+        if together:
+            asked, why = bool(self._agreed.nccl_asked), NCCL_REFUSALS[self._agreed.nccl_refusal]
+            if not why and self._agreed.nccl_library != -self._agreed.nccl_least:
+                why = "the ranks have different versions of the library, or different libraries"
+        else:
+            asked, why = DEVICES.nccl.asked, "not all ranks have imported jaxmpi in time"
+        if why and asked and MPI.COMM_WORLD.rank == 0:
             more = f" ({DEVICES.nccl.why})" if DEVICES.nccl.why else ""
             warnings.warn(
                 f"jaxmpi: JAXMPI_DEVICE_TRANSPORT=nccl, but NCCL carries nothing, because {why}{more}. MPI carries all "

@@ -43,6 +43,13 @@ class Nccl:
     """22809 for 2.28.9; 0: it has not been loaded."""
     why: str = ""
     """More on the refusal, for this rank."""
+    rccl: bool = False
+    """Whether it is RCCL."""
+
+    @property
+    def library(self) -> int:
+        """A number for the library and the version, which must be the same on all ranks."""
+        return 2 * self.version + self.rccl
 
     @property
     def asked(self) -> bool:
@@ -166,7 +173,7 @@ def _nccl(platforms: Sequence[str], aware: bool, survives: bool) -> Nccl:
     for path in _libraries(able[0]):
         answer = _core.open_nccl(able[0], path)
         if isinstance(answer, int):
-            return Nccl(0, answer)
+            return Nccl(0, answer, rccl=able[0] == "ROCM")
         whys.append(answer)
     return Nccl(2, why="; ".join(whys))
 
