@@ -173,7 +173,7 @@ def device(options) -> Iterator[Command]:
             yield on(transport, "device operations order", "-m", "not alone")
         yield on("nccl", "nccl", ranks=0)
         yield on("nccl", "operations order leaves grid redistribute", "-m", "not alone")
-        yield on("mixed", "operations grid redistribute", "-m", "not alone")
+        yield on("mixed", "operations neighbors redistribute", "-m", "not alone")
         return
     for transport in ("callback", "aware"):
         yield on(transport, ON_EVERY_TRANSPORT, ranks=0)
@@ -193,7 +193,7 @@ def gpu(options) -> Iterator[Command]:
     First with NCCL, in some minutes: the ranks may share one device (tests/conftest.py sets NCCL_HOSTID).
     """
     by_nccl = {"JAX_PLATFORMS": f"{options.gpu},cpu", "JAXMPI_DEVICE_TRANSPORT": "nccl"}
-    yield pytest("operations order leaves redistribute", options, "--brief", ranks=2, **by_nccl)
+    yield pytest("operations order leaves redistribute", options, ranks=2, **by_nccl)
     for ranks in (1, 2, 4):
         yield pytest(f"{ON_DEVICES} adjoint gpu", options, ranks=ranks, JAX_PLATFORMS=f"{options.gpu},cpu")
     variables = {"JAX_PLATFORMS": f"{options.gpu},cpu", "JAXMPI_DEVICE_TRANSPORT": "wait"}

@@ -132,6 +132,12 @@ void plan_unpack(const struct call *call, const struct plan *plan, const char *s
  * combine. Return the next unpack. */
 int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end);
 
+/* Return whether each message may be unpacked when it has come (plan_unpack_until, after plan_copy_pairs). Otherwise
+ * one wrong message must not change the results: then all are unpacked at the end, by plan_unpack. */
+static inline bool is_unpacked_at_once(const struct plan *plan) {
+  return !plan->combines && plan->begin != BEGINS_AS_OPERANDS;
+}
+
 /* After an error: sets all bits of results that do not begin as operands, so that neither parts of them nor old
  * contents of their memory look like numbers. */
 void plan_spoil(const struct call *call, const struct plan *plan);

@@ -303,7 +303,7 @@ struct enqueued {
 };
 #define CALL(name, ...) (e->function = #name, nccl.name(__VA_ARGS__, e->comm, e->call->stream))
 
-static void *part_of(const struct buffer *buffer, int rank, size_t bytes) {
+static void *part_for(const struct buffer *buffer, int rank, size_t bytes) {
   return (char *)buffer->data + (size_t)rank * bytes;
 }
 
@@ -328,8 +328,8 @@ static int reduce(struct enqueued *e, int root) {
 static int parts(struct enqueued *e, const struct buffer *from, const struct buffer *to, size_t bytes) {
   int code = 0;
   for (int r = 0; r < e->call->comm->size && code == 0; r++) {
-    if (from != NULL) code = CALL(Send, part_of(from, r, bytes), bytes, INT8, r);
-    if (to != NULL && code == 0) code = CALL(Recv, part_of(to, r, bytes), bytes, INT8, r);
+    if (from != NULL) code = CALL(Send, part_for(from, r, bytes), bytes, INT8, r);
+    if (to != NULL && code == 0) code = CALL(Recv, part_for(to, r, bytes), bytes, INT8, r);
   }
   return code;
 }
@@ -478,14 +478,14 @@ static void copy_arrays(const struct call *here, const struct call *there, bool 
   }
 }
 
-static size_t bytes_of(const struct call *call) {
+static size_t bytes_in_all(const struct call *call) {
   size_t bytes = 0;
   for (int i = 0; i < call->buffer_count; i++) bytes += aligned(buffer_bytes(&call->buffers[i]));
   return bytes;
 }
 
 /* Give each array of a call a place in pinned memory. */
-static void lay_out(struct call *call) {
+static void give_places(struct call *call) {
   char *next = host.pinned;
   for (int i = 0; i < call->buffer_count; i++) {
     call->buffers[i].data = next;
@@ -510,8 +510,8 @@ static ffi_error *pass_arrays(struct call *call) {
   struct call arrays, joined;
   call_copy(&arrays, here);
   arrays.memory = space;
-  TRY_DRIVER(&arrays, host_reserve(bytes_of(&arrays) + 1));
-  lay_out(&arrays);
+  TRY_DRIVER(&arrays, host_reserve(bytes_in_all(&arrays) + 1));
+  give_places(&arrays);
   copy_arrays(here, &arrays, false);
   struct call *there = &arrays;
   if (call->leaves != NULL) {
@@ -546,10 +546,12 @@ static ffi_error *pass_messages(struct call *call, const struct plan *plan) {
   there.buffers[0] = (struct buffer){stage, plan->sent, bytes, ROLE_READ};
   there.buffers[1] = (struct buffer){stage + plan->sent, plan->received, bytes, ROLE_WRITE};
   error = pass(&there);
-  if (error == NULL)
-    plan_unpack(call, plan, stage);
-  else
+  if (error != NULL)
     plan_spoil(call, plan);
+  else if (is_unpacked_at_once(plan))
+    plan_unpack_until(call, plan, stage, 0, INT64_MAX);
+  else
+    plan_unpack(call, plan, stage);
   return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 

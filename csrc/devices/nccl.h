@@ -40,7 +40,7 @@ ffi_error *nccl_run_host(struct call *call);
 /* Free the communicator of NCCL that belongs to `comm`. All ranks of it do so. */
 void nccl_free(struct communicator *comm);
 
-/* Follow no call any more, and free streams, events and pinned memory. */
+/* Follow no call any more, and free streams, events and pinned memory. Before transport_finish. */
 void nccl_finish(void);
 
 #endif

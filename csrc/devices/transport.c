@@ -5,7 +5,6 @@
 #include "core/failure.h"
 #include "core/plan.h"
 #include "devices/jobs.h"
-#include "devices/nccl.h"
 #include "devices/spaces.h"
 #include "execute/body.h"
 #include "execute/chunks.h"
@@ -155,7 +154,6 @@ void transport_drain(void) {
 }
 
 void transport_finish(void) {
-  nccl_finish();
   pthread_mutex_lock(&states_lock);
   struct stream_state *state = states;
   states = NULL;

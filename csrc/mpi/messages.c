@@ -209,7 +209,7 @@ static ffi_error *receive_all(struct notices *notices) {
   char *stage = notices->stage;
   const struct plan *plan = notices->plan;
   ffi_error *error = NULL;
-  bool at_once = !plan->combines && plan->begin != BEGINS_AS_OPERANDS;
+  bool at_once = is_unpacked_at_once(plan);
   int next = 0;
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];

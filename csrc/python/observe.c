@@ -8,6 +8,7 @@
 #include "core/failure.h"
 #include "core/job.h"
 #include "core/runtime.h"
+#include "devices/nccl.h"
 #include "devices/transport.h"
 #include "execute/agreement.h"
 #include "observe/summary.h"
@@ -98,6 +99,7 @@ static void end_background(void) {
   agreement_finish();
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   requests_finish();
+  nccl_finish();
   transport_finish();
   watchdog_stop();
 }

@@ -3,12 +3,14 @@
 #include <dlfcn.h>
 
 #include "core/failure.h"
+#include "devices/nccl.h"
 #include "devices/transport.h"
 
 struct fake_driver *driver;
 const struct memory *space;
 
 void finish(void) {
+  nccl_finish();
   transport_finish();
   CHECK_EQUAL(driver->live_pinned, 0);
   CHECK_EQUAL(driver->live_events, 0);
@@ -116,6 +118,7 @@ void driver_fails(const char *what, const char *operation, ffi_error *(*call)(vo
     for (int nth = 1; nth < 12; nth++) {
       context("%s, %s failing at call %d, transport %s", what, *function, nth,
               runtime.aware ? "aware" : transport_names[runtime.transport]);
+      nccl_finish();
       transport_finish();
       driver->reset();
       fake->reset();
