@@ -243,10 +243,11 @@ static ffi_error *find_comm(struct call *call, ncclComm_t *handle) {
   }
   *handle = own->handle;
   if (own->context == call->context) return NULL;
-  return call_fail(call, FFI_FAILED_PRECONDITION,
-                   "the arrays are on another device than the first call on this communicator has used (the first "
-                   "device that this process may use, if those were in CPU memory), and NCCL serves one device of a "
-                   "process on each communicator. Nothing was sent. Use another one for this device: comm.Dup()");
+  return call_fail(
+      call, FFI_FAILED_PRECONDITION,
+      "NCCL serves one device of a process on each communicator: that of the first call, or the first device "
+      "that this process may use if that call had arrays in CPU memory. These arrays are on another one. "
+      "Nothing was sent. Use another communicator for this device: comm.Dup()");
 }
 
 void nccl_free(struct communicator *comm) {
@@ -346,7 +347,8 @@ static int move(struct enqueued *e, int root) {
     case ROW_alltoall:
       return parts(e, in, out, bytes / size);
     case ROW_bcast:
-      return CALL(Broadcast, is_root ? in->data : out->data, out != NULL ? out->data : in->data, bytes, INT8, root);
+      if (!is_root || out == NULL) in = out = out != NULL ? out : in; /* there is but one array: in place */
+      return CALL(Broadcast, in->data, out->data, bytes, INT8, root);
     case ROW_gather:
       code = CALL(Send, in->data, bytes, INT8, root);
       return code == 0 && is_root ? parts(e, NULL, out, bytes) : code;

@@ -7,9 +7,9 @@
  *
  * A call of NCCL waits for its peers inside of the device's stream. Each rank executes its calls, by either engine, in
  * the order of the program, as if every collective synchronized. So a program of one thread that is right with MPI does
- * not hang. With two threads the calls could have another order than on another rank. The first thread that uses NCCL
- * for arrays of a device is the only one that may; which thread XLA takes for arrays in CPU memory says nothing of the
- * program, and there Python refuses a second thread (communicators.py). If several streams of a device are used, a call
+ * not hang. With two threads the calls could have another order than on another rank. So the first thread that uses
+ * NCCL for arrays of a device is the only one that may. Which thread XLA takes for arrays in CPU memory says nothing of
+ * the program: there Python refuses a second thread (communicators.py). If several streams of a device are used, a call
  * waits for the call of NCCL before it.
  *
  * The communicator of NCCL is made at the first call, in which all ranks take part, and freed with the communicator. At

@@ -321,7 +321,8 @@ TEST(a_communicator_that_cannot_be_made) {
   FAILS(give_sum(comm, a, a), FFI_INTERNAL, "failed on rank 1", "Nothing was sent");
   others.worst = 0;
   nccl->fail("CommInitRankConfig", 1, 5);
-  FAILS(give_sum(comm, a, a), FFI_INTERNAL, "ncclCommInitRankConfig failed on rank 0: an error of the fake (code 5): asked");
+  FAILS(give_sum(comm, a, a), FFI_INTERNAL,
+        "ncclCommInitRankConfig failed on rank 0: an error of the fake (code 5): asked");
   nccl->fail("GetUniqueId", 1, 5);
   FAILS(give_sum(comm, a, a), FFI_INTERNAL, "ncclGetUniqueId failed");
   CHECK_EQUAL(nccl->live, before);

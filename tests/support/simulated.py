@@ -1,4 +1,4 @@
-"""The suite on a simulated device: `JAXMPI_TEST_DEVICE` names the transport: callback, flags, wait, aware, nccl or mixed.
+"""The suite on a simulated device, by `JAXMPI_TEST_DEVICE`: callback, flags, wait, aware, nccl or mixed.
 
 With `mixed` NCCL carries what it can, too, and ranks of odd numbers have their arrays in CPU memory.
 
