@@ -163,6 +163,8 @@ def two_threads(comm):
     """Runs `work(communicator, i)` in two threads at once, each on its own communicator; their errors are raised."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         pytest.skip("MPI without threads")
+    if simulated.BY_NCCL:
+        pytest.skip("with NCCL one thread communicates: tests/mpi/test_nccl.py")
     parts = [comm.Dup(), comm.Dup()]
 
     def run(work):
