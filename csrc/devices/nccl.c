@@ -273,9 +273,11 @@ static int order_after_last(const struct call *call) {
   int code = 0;
   if (last.stream != NULL && last.stream != call->stream && last.context == call->context) {
     if (last.event == NULL) last.of_event = call->context, code = space->event_make(&last.event);
-    if (code != 0 || last.of_event != call->context) return code;
-    code = space->event_record(last.event, last.stream);
-    if (code == 0) code = space->stream_wait(call->stream, last.event);
+    if (code == 0 && last.of_event == call->context) {
+      code = space->event_record(last.event, last.stream);
+      if (code == 0) code = space->stream_wait(call->stream, last.event);
+    }
+    if (code != 0) return code;
   }
   last.stream = call->stream, last.context = call->context;
   return code;
