@@ -36,6 +36,7 @@ static inline ffi_error *run_body(struct call *call) {
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   ffi_error *error = call->comparison.due ? compare_ranks(call) : NULL;
   bool begun = error == NULL;
+  call->log.number = 0; /* not every body writes a line */
   if (begun) call_begun(call);
   if (begun) error = call->by_nccl ? runtime.enqueue(call) : runtime.abi->bodies[call->operation->row](call);
   if (runtime.failed != 0 && begun && error == NULL && !has_request(call->operation))
@@ -43,7 +44,7 @@ static inline ffi_error *run_body(struct call *call) {
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   error = call_done(call, error);
   watchdog_end(record);
-  if (begun && call->log.on) log_end(call, error != NULL);
+  if (begun && call->log.on && call->log.number != 0) log_end(call, error != NULL);
   return error;
 }
 

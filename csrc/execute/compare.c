@@ -260,8 +260,9 @@ static bool has_reported(const struct report *all, const bool *came, int rank, c
 }
 
 /* The error after the ranks have asked about `mine` and know that they differ. By default NULL unless all of them are
- * here. A rank that has gone on without an answer has waited for ranks that take part by another library, or that were
- * late; then this rank asks nothing any more. `now`: `call` itself differs, and not an earlier one. */
+ * here, or NCCL carries calls. A rank that has gone on without an answer has waited for ranks that take part by another
+ * library, or that were late; then this rank asks nothing any more. `now`: `call` itself differs, and not an earlier
+ * one. */
 static ffi_error *judge_difference(const struct call *call, struct communicator *comm, const struct record *mine,
                                    bool now) {
   int size = comm->size, other = size, missing = 0;
@@ -279,7 +280,8 @@ static ffi_error *judge_difference(const struct call *call, struct communicator 
       else if (!are_same(&all[rank].record, mine))
         other = rank;
   }
-  if (heard && missing > 0 && !all_are_compared())
+  bool by_nccl = atomic_load_explicit(&comm->by_nccl, memory_order_relaxed); /* then all ranks use this library */
+  if (heard && missing > 0 && !all_are_compared() && !by_nccl)
     agreement_leave(comm, true);
   else
     error = other < size ? fail_differing(call, comm, own, &all[other], other, now) : fail_unknown(call, mine);

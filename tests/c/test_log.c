@@ -49,6 +49,17 @@ TEST(collectives_are_logged) {
   LOGGED("MPI_Scatter", " from 2 with 5 items", "scatter", NONE, result, comm, 2);
 }
 
+TEST(what_calls_no_function_is_not_logged) {
+  bool flags[] = {false, false};
+  atomic_store(&runtime.log, true);
+  catch_stderr();
+  ffi_error *error = RUN("check", ARRAY(BOOL, flags, 2), NONE, COMM(world(PLACE, SIZE)), 0);
+  release_stderr();
+  atomic_store(&runtime.log, false);
+  SUCCEEDS(error);
+  CHECK_EQUAL(caught[0], '\0');
+}
+
 TEST(messages_are_logged) {
   int64_t comm = COMM(world(PLACE, SIZE));
   struct array sent = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
