@@ -172,8 +172,8 @@ def device(options) -> Iterator[Command]:
         for transport in ("aware", "flags", "wait"):
             yield on(transport, "device operations order", "-m", "not alone")
         yield on("nccl", "nccl", ranks=0)
-        yield on("nccl", "operations order leaves grid redistribute", "-m", "not alone")
-        yield on("mixed", "operations neighbors redistribute", "-m", "not alone")
+        yield on("nccl", "operations leaves redistribute", "-m", "not alone")
+        yield on("mixed", "neighbors redistribute", "-m", "not alone")
         return
     for transport in ("callback", "aware"):
         yield on(transport, ON_EVERY_TRANSPORT, ranks=0)

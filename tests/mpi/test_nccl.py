@@ -8,7 +8,6 @@ import pytest
 
 from support import simulated
 from support.launch import launch, written
-from support.rows import each
 
 pytestmark = [
     pytest.mark.skipif(not simulated.BY_NCCL, reason="needs the simulated device with NCCL: make test-device"),
@@ -57,23 +56,20 @@ REFUSED = [
 """What differs on rank 1, and why NCCL carries nothing on any rank."""
 
 
-def test_refused_by_one_rank(tmp_path):
+@pytest.mark.sampled
+@pytest.mark.parametrize(("variables", "why"), REFUSED)
+def test_refused_by_one_rank(variables, why, tmp_path):
     """One warning in the job, with the reason, and MPI carries all."""
-
-    def check(row):
-        variables, why = row
-        text = f"""
-            assert {why!r} in communicators.nccl_refusal(), communicators.nccl_refusal()
-            texts = [str(w.message) for w in warned if "NCCL carries nothing" in str(w.message)]
-            assert len(texts) == (rank == 0) and all({why!r} in text for text in texts), texts
-            assert (jaxmpi.allreduce(x, MPI.SUM) == total).all()
-            assert (jaxmpi.allreduce(x, MPI.SUM, comm=MPI.COMM_WORLD) == total).all()
-            print("right;", flush=True)
-        """
-        made = program(tmp_path, text, of_rank_1=variables, device=False)
-        assert run(2, made).stdout.count("right;") == 2
-
-    each(REFUSED, check)
+    text = f"""
+        assert {why!r} in communicators.nccl_refusal(), communicators.nccl_refusal()
+        texts = [str(w.message) for w in warned if "NCCL carries nothing" in str(w.message)]
+        assert len(texts) == (rank == 0) and all({why!r} in text for text in texts), texts
+        assert (jaxmpi.allreduce(x, MPI.SUM) == total).all()
+        assert (jaxmpi.allreduce(x, MPI.SUM, comm=MPI.COMM_WORLD) == total).all()
+        print("right;", flush=True)
+    """
+    made = program(tmp_path, text, of_rank_1=variables, device=False)
+    assert run(2, made).stdout.count("right;") == 2
 
 
 def test_no_communicator(tmp_path):
