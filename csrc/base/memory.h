@@ -98,6 +98,20 @@ struct memory {
 /* Enqueue copies of rows, whatever their distance: up to the device, or down to the host. */
 int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);
 
+/* The offset of the next buffer in staging memory that is in use up to `bytes`. */
+static inline size_t memory_aligned(size_t bytes) {
+  enum { ALIGNMENT = 256 };
+  return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+/* The capacity to which staging memory grows, by doubling, until it holds `bytes`. `capacity`: now; 0: there is none.
+ */
+static inline size_t memory_doubled(size_t capacity, size_t bytes) {
+  if (capacity == 0) capacity = 1 << 16;
+  while (capacity < bytes) capacity *= 2;
+  return capacity;
+}
+
 /* The driver's function that failed last in this thread, as recorded by memory_checked. */
 extern _Thread_local const char *memory_failed;
 static inline int memory_checked(const char *function, int code) {

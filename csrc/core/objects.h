@@ -44,6 +44,11 @@ struct communicator {
   atomic_int queued; /* posted receives and unexpected messages: requests/queue.h */
 };
 
+/* Whether NCCL carries what it can on a communicator. */
+static inline bool comm_is_by_nccl(const struct communicator *comm) {
+  return atomic_load_explicit(&comm->by_nccl, memory_order_relaxed);
+}
+
 /* The code that combines two elements. The user's function may be written in Python. */
 enum reducer { REDUCER_USER, REDUCER_OURS, REDUCER_MPI };
 

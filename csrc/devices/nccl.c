@@ -453,16 +453,12 @@ static ffi_error *nccl_enqueue(struct call *call) {
 
 /* --- arrays in CPU memory --- */
 
-enum { ALIGNMENT = 256 };
-static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-
 static int host_reserve(size_t bytes) {
   void *made = NULL;
   int code = 0;
   if (host.stream == NULL && (code = space->stream_make(&made)) == 0) host.stream = made;
   if (code != 0 || bytes <= host.capacity) return code;
-  size_t capacity = host.capacity > 0 ? host.capacity : 1 << 16;
-  while (capacity < bytes) capacity *= 2;
+  size_t capacity = memory_doubled(host.capacity, bytes);
   if ((code = space->pin(&made, capacity)) != 0) return code;
   if (host.pinned != NULL) space->unpin(host.pinned); /* no call is under way */
   host.pinned = made, host.capacity = capacity;
@@ -484,7 +480,7 @@ static void copy_arrays(const struct call *here, const struct call *there, bool 
 
 static size_t bytes_in_all(const struct call *call) {
   size_t bytes = 0;
-  for (int i = 0; i < call->buffer_count; i++) bytes += aligned(buffer_bytes(&call->buffers[i]));
+  for (int i = 0; i < call->buffer_count; i++) bytes += memory_aligned(buffer_bytes(&call->buffers[i]));
   return bytes;
 }
 
@@ -493,7 +489,7 @@ static void give_places(struct call *call) {
   char *next = host.pinned;
   for (int i = 0; i < call->buffer_count; i++) {
     call->buffers[i].data = next;
-    next += aligned(buffer_bytes(&call->buffers[i]));
+    next += memory_aligned(buffer_bytes(&call->buffers[i]));
   }
 }
 

@@ -9,7 +9,7 @@
 #include "execute/body.h"
 #include "execute/chunks.h"
 
-enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
+enum { SLOTS = 4, OUTGROWN = 48 };
 
 /* The streams of our own that a chunk passes, in this order, and the events that mark its progress. */
 enum { DOWN, THROUGH, UP, STREAMS };
@@ -81,8 +81,7 @@ static int state_take(const struct call *call, void *context, struct stream_stat
 /* Make the pinned memory at least that large; it grows by doubling. */
 static int state_reserve(struct stream_state *state, size_t bytes) {
   if (bytes <= state->capacity) return 0;
-  size_t capacity = state->capacity > 0 ? state->capacity : LEAST;
-  while (capacity < bytes) capacity *= 2;
+  size_t capacity = memory_doubled(state->capacity, bytes);
   void *made = NULL;
   int code = state->memory->pin(&made, capacity);
   if (code != 0) return code;
@@ -308,8 +307,6 @@ static ffi_error *store_chunk(const struct stage *stage, int64_t number) {
   return NULL;
 }
 
-static size_t align_up(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-
 /* The partner of `written`, the nth WRITE buffer: the index of the nth READ buffer if that has the same size, else -1.
  */
 static int partner_of(const struct call *call, int written) {
@@ -336,11 +333,11 @@ static void lay_out(struct stage *stage) {
     if (!is_staged(stage, buffer)) continue;
     int partner = in_place && buffer->role == ROLE_WRITE ? partner_of(&first, i) : -1;
     size_t *end = role_is_of_host(buffer->role) ? &stage->front : &stage->room;
-    stage->offsets[i] = partner < 0 ? align_up(*end) : stage->offsets[partner];
+    stage->offsets[i] = partner < 0 ? memory_aligned(*end) : stage->offsets[partner];
     if (partner < 0) *end = stage->offsets[i] + buffer_bytes(buffer);
   }
-  stage->front = align_up(stage->front);
-  if (stage->divided) stage->room = align_up(stage->room);
+  stage->front = memory_aligned(stage->front);
+  if (stage->divided) stage->room = memory_aligned(stage->room);
 }
 
 /* Make the flags of the state, if they are to be used. A device without flags takes a callback, unless the user has

@@ -13,7 +13,7 @@ ffi_error *call_check(const struct call *call);
 
 /* Return whether NCCL carries a call: devices/nccl.h says on what this may depend. */
 static inline bool call_is_by_nccl(const struct call *call) {
-  if (!atomic_load_explicit(&call->comm->by_nccl, memory_order_relaxed)) return false;
+  if (!comm_is_by_nccl(call->comm)) return false;
   if (call->operation->engine != ENGINE_NCCL) return false;
   int at = attribute_of(call->operation, KIND_REDUCTION);
   if (at < 0) return true;

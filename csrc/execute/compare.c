@@ -42,7 +42,7 @@ static inline bool all_are_compared(void) { return atomic_load_explicit(&runtime
 void compare_decide(struct call *call) {
   bool collective = attribute_of(call->operation, KIND_DERIVATIVE) >= 0; /* all collectives have it */
   bool all = all_are_compared();
-  bool labelled = plan_of(call) != NULL && !atomic_load_explicit(&call->comm->by_nccl, memory_order_relaxed);
+  bool labelled = plan_of(call) != NULL && !comm_is_by_nccl(call->comm);
   call->comparison.due = call->comm->size > 1 && collective && (all || !labelled);
   call->labelled = !collective && call->memory->host && has_labels();
   if (call->comparison.due || call->labelled) find_share(call);
@@ -79,7 +79,7 @@ static int64_t hash_of_counts(const struct call *call) {
  * one call, because these match, unless NCCL carries the latter. */
 static int64_t operation_number(const struct call *call) {
   int function = function_of(call->operation, call->attributes);
-  bool match = !atomic_load_explicit(&call->comm->by_nccl, memory_order_relaxed);
+  bool match = !comm_is_by_nccl(call->comm);
   if (function != FUNCTION_OF_ROW) return OPERATION_COUNT + (match ? function_table[function].compared : function);
   return match && call->operation->row == ROW_exchange_start ? ROW_exchange : call->operation->row;
 }
@@ -280,7 +280,7 @@ static ffi_error *judge_difference(const struct call *call, struct communicator 
       else if (!are_same(&all[rank].record, mine))
         other = rank;
   }
-  bool by_nccl = atomic_load_explicit(&comm->by_nccl, memory_order_relaxed); /* then all ranks use this library */
+  bool by_nccl = comm_is_by_nccl(comm); /* then all ranks use this library */
   if (heard && missing > 0 && !all_are_compared() && !by_nccl)
     agreement_leave(comm, true);
   else

@@ -47,6 +47,12 @@ static void on_each(const enum transport list[], size_t count, void (*test)(void
 void on_all(void (*test)(void)) { on_each(transports, 3, test); }
 void on_leaving(void (*test)(void)) { on_each(leaving, 2, test); }
 
+struct array array_of(int dtype, void *data, int64_t count) {
+  return count < 0 ? NONE : ARRAY(dtype, count > 0 ? data : NULL, count);
+}
+
+size_t array_bytes(int dtype, int64_t count) { return count < 0 ? 0 : (size_t)count * datatype_find(dtype)->bytes; }
+
 ffi_error *give(const char *operation, struct array in, struct array out, const int64_t attributes[]) {
   struct frame frame;
   frame_make(&frame, operation, in, out, attributes);

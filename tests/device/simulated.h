@@ -24,6 +24,10 @@ void on(enum transport transport, bool aware);
 void on_all(void (*test)(void));
 void on_leaving(void (*test)(void));
 
+/* An array of `count` elements, or NONE for -1; and how many bytes it has. */
+struct array array_of(int dtype, void *data, int64_t count);
+size_t array_bytes(int dtype, int64_t count);
+
 /* Calls an operation on arrays of the device, as XLA does. */
 ffi_error *give(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define GIVE(operation, in, out, ...) give(operation, in, out, (const int64_t[]){__VA_ARGS__})

@@ -24,26 +24,18 @@ struct operands {
   bool aliased; /* XLA has let the result take the operand's place */
 };
 
-static struct array array_of(int dtype, void *data, int64_t count) {
-  return count < 0 ? NONE : ARRAY(dtype, count > 0 ? data : NULL, count);
-}
-
-static size_t bytes_of(const struct operands *o, int64_t count) {
-  return count < 0 ? 0 : (size_t)count * datatype_find(o->dtype)->bytes;
-}
-
 /* Runs it on `memory`, from `source` to `target`, both on the host; `result` gets the error. */
 static ffi_error *host_run(const struct operands *o, void *source, void *target) {
   struct frame frame;
   frame_make(&frame, o->operation, array_of(o->dtype, source, o->in),
              array_of(o->dtype, o->aliased ? source : target, o->out), o->attributes);
   ffi_error *error = frame_call(&frame, o->operation);
-  if (o->aliased && target != source) memcpy(target, source, bytes_of(o, o->out));
+  if (o->aliased && target != source) memcpy(target, source, array_bytes(o->dtype, o->out));
   return error;
 }
 
 static ffi_error *device_call(const struct operands *o, const void *source, void *target) {
-  if (o->aliased) memcpy(target, source, bytes_of(o, o->in));
+  if (o->aliased) memcpy(target, source, array_bytes(o->dtype, o->in));
   struct array in = array_of(o->dtype, o->aliased ? target : (void *)(uintptr_t)source, o->in);
   struct array out = array_of(o->dtype, target, o->out);
   return call_there(o->operation, &in, o->in >= 0, &out, o->out >= 0, o->attributes, NULL);
@@ -116,8 +108,8 @@ static void same_as_on_host(const struct operands *o, const struct communicator 
   fake->reset();
   SUCCEEDS(device_call(o, source, target));
   CHECK(chunk > 0 ? communications() >= calls : communications() == calls);
-  CHECK_SAME(target, host_target, bytes_of(o, o->out));
-  CHECK(is_blank(target, bytes_of(o, o->out), ROOM));
+  CHECK_SAME(target, host_target, array_bytes(o->dtype, o->out));
+  CHECK(is_blank(target, array_bytes(o->dtype, o->out), ROOM));
 }
 
 /* Chunks of 4096 bytes; more of them than slots, with and without a rest. */
@@ -190,7 +182,7 @@ static void device_pointers(const struct operands *o, const struct communicator 
         CHECK((const unsigned char *)pointers[k] < source || (const unsigned char *)pointers[k] >= source + ROOM);
   }
   if (o->attributes[1] == fake->proc_null && strcmp(o->operation, "recv") == 0)
-    CHECK(is_zero(target, 0, bytes_of(o, o->out)));
+    CHECK(is_zero(target, 0, array_bytes(o->dtype, o->out)));
   CHECK_EQUAL(driver->live_pinned, 0);
 }
 
@@ -829,7 +821,7 @@ TEST_THROUGH(on_all, what_is_alike_is_compared_once, void) {
     SUCCEEDS(device_call(&o, source, target));
     CHECK_EQUAL(questions, 1);
     CHECK_EQUAL(times_called("MPI_Allreduce"), *count > LEAST_CHUNK / 8 ? 6 : 1);
-    check_sum(bytes_of(&o, o.out));
+    check_sum(array_bytes(o.dtype, o.out));
   }
 }
 

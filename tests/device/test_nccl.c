@@ -86,27 +86,19 @@ struct operands {
   bool aliased;
 };
 
-static size_t bytes_of(const struct operands *o, int64_t count) {
-  return count < 0 ? 0 : (size_t)count * datatype_find(o->dtype)->bytes;
-}
-
-static struct array array_of(int dtype, void *data, int64_t count) {
-  return count < 0 ? NONE : ARRAY(dtype, count > 0 ? data : NULL, count);
-}
-
 static ffi_error *on_host(const struct operands *o, const struct communicator *comm, void *in, void *out) {
   const int64_t attributes[] = {registered(comm), o->attributes[0], o->attributes[1], o->attributes[2]};
   struct frame frame;
   frame_make(&frame, o->operation, array_of(o->dtype, in, o->in), array_of(o->dtype, o->aliased ? in : out, o->out),
              attributes);
   ffi_error *error = frame_call(&frame, o->operation);
-  if (o->aliased) memcpy(out, in, bytes_of(o, o->out));
+  if (o->aliased) memcpy(out, in, array_bytes(o->dtype, o->out));
   return error;
 }
 
 static ffi_error *on_device(const struct operands *o, const struct communicator *comm, void *in, void *out) {
   const int64_t attributes[] = {registered(comm), o->attributes[0], o->attributes[1], o->attributes[2]};
-  if (o->aliased) memcpy(out, in, bytes_of(o, o->in));
+  if (o->aliased) memcpy(out, in, array_bytes(o->dtype, o->in));
   struct array from = array_of(o->dtype, o->aliased ? out : in, o->in), to = array_of(o->dtype, out, o->out);
   return call_there(o->operation, &from, o->in >= 0, &to, o->out >= 0, attributes, NULL);
 }
@@ -128,8 +120,8 @@ static void same_as_by_mpi(const struct operands *o, int rank, int size) {
     nccl->reset();
     driver->reset();
     SUCCEEDS((way == 0 ? on_device : on_host)(o, served(rank, size), source, target));
-    CHECK_SAME(target, expected, bytes_of(o, o->out));
-    CHECK(is_blank(target, bytes_of(o, o->out), ROOM));
+    CHECK_SAME(target, expected, array_bytes(o->dtype, o->out));
+    CHECK(is_blank(target, array_bytes(o->dtype, o->out), ROOM));
     CHECK_EQUAL(communications(), 0);
     CHECK_EQUAL(nccl->groups, !empty);
     CHECK_EQUAL(nccl->arrays, empty ? 0 : o->arrays);

@@ -41,6 +41,12 @@ def program(tmp_path, text, *, of_rank_1="", device=True):
             device = simulated.Device()
         x = jnp.arange(6.0) + rank
         total = sum(jnp.arange(6.0) + r for r in range(size))
+        def said(f, *args):
+            try:
+                f(*args).block_until_ready()
+            except RuntimeError as error:
+                return str(error)
+            return ""
     """
     return written(tmp_path, head, text)
 
@@ -75,13 +81,9 @@ def test_refused_by_one_rank(variables, why, tmp_path):
 def test_no_communicator(tmp_path):
     """NCCL fails on one rank: all ranks get an error that names the rank, and may try again."""
     text = """
-        said = ""
-        try:
-            jaxmpi.allreduce(x, MPI.SUM).block_until_ready()
-        except RuntimeError as error:
-            said = str(error)
-        assert "ncclCommInitRankConfig failed" in said, said
-        assert rank == 1 or "failed on rank 1: unhandled system error (code 2). Nothing was sent" in said, said
+        text = said(jaxmpi.allreduce, x, MPI.SUM)
+        assert "ncclCommInitRankConfig failed" in text, text
+        assert rank == 1 or "failed on rank 1: unhandled system error (code 2). Nothing was sent" in text, text
         os.environ.pop("FAKE_NCCL_FAIL", None)
         assert (jaxmpi.allreduce(x, MPI.SUM) == total).all()
         print("right;", flush=True)
@@ -123,12 +125,8 @@ def test_a_late_rank_is_reported(tmp_path):
 def test_different_calls(tmp_path):
     """The ranks compare calls by MPI before NCCL gets them."""
     text = """
-        said = ""
-        try:
-            (jaxmpi.allreduce(x, MPI.SUM) if rank == 0 else jaxmpi.bcast(x, 0)).block_until_ready()
-        except RuntimeError as error:
-            said = str(error)
-        assert "the ranks differ" in said and "allreduce SUM of 6 float" in said, said
+        text = said(jaxmpi.allreduce, x, MPI.SUM) if rank == 0 else said(jaxmpi.bcast, x, 0)
+        assert "the ranks differ" in text and "allreduce SUM of 6 float" in text, text
         print("said;", flush=True)
     """
     assert run(2, program(tmp_path, text), JAXMPI_CHECK="1").stdout.count("said;") == 2
@@ -163,16 +161,11 @@ def test_another_thread(tmp_path):
     """Of arrays in CPU memory nobody knows the thread: Python refuses a communicator of another thread."""
     text = """
         import threading
-        comm, said = MPI.COMM_WORLD.Dup(), []
-        def work():
-            try:
-                jaxmpi.allreduce(x, MPI.SUM, comm=comm)
-            except RuntimeError as error:
-                said.append(str(error))
-        thread = threading.Thread(target=work)
+        comm, texts = MPI.COMM_WORLD.Dup(), []
+        thread = threading.Thread(target=lambda: texts.append(said(lambda: jaxmpi.allreduce(x, MPI.SUM, comm=comm))))
         thread.start()
         thread.join()
-        assert "only the thread that imported jaxmpi may communicate" in said[0], said
+        assert "only the thread that imported jaxmpi may communicate" in texts[0], texts
         print("said;", flush=True)
     """
     assert run(2, program(tmp_path, text)).stdout.count("said;") == 2

@@ -231,8 +231,7 @@ def choose(
     wish = settings.device_chunk
     chunk = wish if wish is not None else CHUNK if used and not aware else 0
     asked = settings.device_transport == "flags"
-    allowed = [platform for platform in counted if platform in platforms] if used else []
-    rest = (chunk, wish is not None, asked, _nccl(allowed, aware, survives) if by_nccl else Nccl())
+    rest = (chunk, wish is not None, asked, _nccl(counted if used else [], aware, survives) if by_nccl else Nccl())
     if not platforms:
         return Choice(drivers, False, transport, "no driver", *rest)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
