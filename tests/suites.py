@@ -165,17 +165,19 @@ def device(options) -> Iterator[Command]:
         simulated = {"JAXMPI_TEST_DEVICE": transport} if transport else {}
         return pytest(suites, options, *more, ranks=ranks, JAXMPI_FAKE_DRIVERS=options.fakes, **simulated)
 
+    # Intel's, where there is a compiler for C++
+    intels = ["sycl"] if (Path(options.fakes) / "libsycl.so.9").exists() else []
     yield on("", "run_devices", ranks=0)
     if options.brief:
         yield on("callback", ON_EVERY_TRANSPORT, "-m", "alone", ranks=0)
         yield on("callback", f"{ON_EVERY_TRANSPORT} grid redistribute", "-m", "not alone")
-        for transport in ("aware", "flags", "wait"):
+        for transport in ("aware", "flags", "wait", *intels):
             yield on(transport, "device operations order", "-m", "not alone")
         yield on("nccl", "nccl", ranks=0)
         yield on("nccl", "operations leaves redistribute", "-m", "not alone")
         yield on("mixed", "neighbors redistribute", "-m", "not alone")
         return
-    for transport in ("callback", "aware"):
+    for transport in ("callback", "aware", *intels):
         yield on(transport, ON_EVERY_TRANSPORT, ranks=0)
         yield on(transport, ON_DEVICES)
     yield on("callback", "device order operations", ranks=4)
@@ -198,6 +200,20 @@ def gpu(options) -> Iterator[Command]:
         yield pytest(f"{ON_DEVICES} adjoint gpu", options, ranks=ranks, JAX_PLATFORMS=f"{options.gpu},cpu")
     variables = {"JAX_PLATFORMS": f"{options.gpu},cpu", "JAXMPI_DEVICE_TRANSPORT": "wait"}
     yield pytest(f"{ON_DEVICES} gpu", options, ranks=2, **variables)
+
+
+def sycl(options) -> Iterator[Command]:
+    """Intel's runtime with a device that it has everywhere, the CPU; `--fakes` is the folder of it."""
+    icd = f"{options.fakes}/libintelocl.so"
+    variables = {
+        "JAXMPI_FAKE_DRIVERS": options.fakes,
+        "JAXMPI_TEST_DRIVER": "libreal_sycl.so",
+        "OCL_ICD_FILENAMES": icd,
+    }
+    suites = "operations order leaves dtypes by_counts grid redistribute index_map migration"
+    suites = f"{suites} ghosts nonblocking adjoint"
+    for ranks in (2, 1, 4):
+        yield pytest(suites, options, "-m", "not alone", ranks=ranks, JAXMPI_TEST_DEVICE="sycl", **variables)
 
 
 def compiled(options) -> Iterator[Command]:
@@ -223,6 +239,7 @@ PLANS = {
     "device": device,
     "gpu": gpu,
     "compiled": compiled,
+    "sycl": sycl,
 }
 
 

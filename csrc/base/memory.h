@@ -42,7 +42,8 @@ struct memory {
   ffi_error *(*run)(struct call *call);
 
   /* The possible names of the driver's library, ending with NULL, and the text of the error if none can be loaded.
-   * `load` looks up the functions in the library: NULL, or the name of a missing one. */
+   * `load` looks up the functions in the library: NULL, or the name of a missing one. A space whose `libraries` is NULL
+   * looks for the driver itself, in `context`. */
   const char *const *libraries;
   const char *absent;
   const char *(*load)(void *library);
@@ -61,7 +62,9 @@ struct memory {
   int (*copy_up)(void *device, const void *host, struct rows rows, void *stream);
   int (*copy)(void *to, const void *from, size_t bytes, void *stream);
   int (*zero)(void *device, size_t bytes, void *stream);
-  int (*call)(void *stream, void (*function)(void *), void *data); /* host function: it must not call the driver */
+  /* A host function, which must not call the driver. NULL: streams take none, and there are no flags, no
+   * `first_context` and no `event_done`. */
+  int (*call)(void *stream, void (*function)(void *), void *data);
 
   /* Flags: words of memory that host code and streams access, for values up to INT32_MAX. `has_flags`: the driver has
    * the functions; without them the other functions must not be called. `flags_serve`: whether the stream can use this
@@ -86,14 +89,18 @@ struct memory {
   void (*text)(int code, const char **name, const char **text); /* of an error code; NULL if unknown */
 };
 
-/* Initializes the members from static functions of the same names. */
-#define MEMORY_FUNCTIONS                                                                                              \
-  .count = count, .context = context, .first_context = first_context, .event_done = event_done, .enter = enter,       \
-  .leave = leave, .pin = pin, .unpin = unpin, .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, \
-  .call = call, .stream_make = stream_make, .stream_free = stream_free, .stream_synchronize = stream_synchronize,     \
-  .stream_wait = stream_wait, .event_make = event_make, .event_free = event_free, .event_record = event_record,       \
-  .has_flags = has_flags, .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free,                 \
-  .flag_write = flag_write, .flag_wait = flag_wait, .event_synchronize = event_synchronize, .text = text
+/* Initialize the members that each device has from static functions of the same names, and the members of devices
+ * whose streams take work of the host. */
+#define MEMORY_FUNCTIONS                                                                              \
+  .count = count, .context = context, .enter = enter, .leave = leave, .pin = pin, .unpin = unpin,     \
+  .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, .stream_make = stream_make, \
+  .stream_free = stream_free, .stream_synchronize = stream_synchronize, .stream_wait = stream_wait,   \
+  .event_make = event_make, .event_free = event_free, .event_record = event_record,                   \
+  .event_synchronize = event_synchronize, .text = text
+#define MEMORY_CALLS                                                                                    \
+  .first_context = first_context, .event_done = event_done, .call = call, .has_flags = has_flags,       \
+  .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free, .flag_write = flag_write, \
+  .flag_wait = flag_wait
 
 /* Enqueue copies of rows, whatever their distance: up to the device, or down to the host. */
 int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);

@@ -166,4 +166,5 @@ const struct memory memory_cuda = {
     .load = load,
     .run = transport_run,
     MEMORY_FUNCTIONS,
+    MEMORY_CALLS,
 };

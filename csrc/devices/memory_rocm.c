@@ -165,4 +165,5 @@ const struct memory memory_rocm = {
     .load = load,
     .run = transport_run,
     MEMORY_FUNCTIONS,
+    MEMORY_CALLS,
 };

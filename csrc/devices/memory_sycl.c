@@ -1,19 +1,373 @@
-/* Intel's devices: not supported, because plain C cannot use XLA's stream for them.
+/* Intel's devices, through SYCL's library, which JAX's plugin for them brings. XLA's stream is a sycl::queue, in order.
  *
- * XLA passes the stream as a pointer to a sycl::queue, a C++ object. Copies and host functions in the order of the
- * queue are member functions and templates of the C++ library. They have no C entry points, and their mangled names and
- * the layout of their arguments belong to one release of the compiler. Level Zero has a C API and could copy, but not
- * in the order of a queue that it does not know: only a C++ template returns the command list behind the queue
- * (sycl::get_native). A C++ library with twenty functions that C can call, built where the compiler is available and
- * loaded like a driver, could fill the structure below. Nothing else in the core would have to change.
+ * The library is written in C++. Its functions are called by their mangled names (sycl.def); an exception becomes an
+ * error (exceptions.h). It is known once JAX has loaded the plugin: so it is looked for at the first call, and only
+ * among the libraries of this process.
+ *
+ * No function that both versions of the library have takes work of the host: nothing is left to a stream, and
+ * transport.c waits (TRANSPORT_WAIT). None copies rows: they are copied one by one.
+ *
+ * A context is a queue of XLA's, of which memory and further queues are made.
+ *
+ * Threads: as in base/memory.h. contexts_lock is held for a moment, and so is the lock of an event.
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/memory.h"
+#include "base/symbols.h"
+#include "devices/exceptions.h"
 #include "devices/spaces.h"
+#include "devices/transport.h"
+
+/* A sycl::queue, event, context or device is a std::shared_ptr. */
+struct shared {
+  void *implementation;
+  struct counted { /* of libstdc++ */
+    void (**functions)(struct counted *);
+    atomic_int uses, weak;
+  } *counted;
+};
+
+/* Room for an object of the library. */
+typedef union {
+  struct shared shared;
+  _Alignas(16) char room[256];
+} object;
+
+/* A std::vector of events. */
+struct events {
+  const struct shared *begin, *end, *room;
+};
+
+/* A sycl::detail::code_location, for the library's own reports: none. */
+static const char nowhere[64];
+
+static struct sycl {
+#define FUNCTION(name, shown, symbol, result, parameters) result(*name) parameters;
+#include "devices/sycl.def"
+#undef FUNCTION
+} sycl;
+
+/* Codes, which the library does not have. */
+enum { THROWN = 1, NO_MEMORY = 2, NOT_FOUND = 3 };
+
+/* --- the library --- */
+
+static char not_found[512]; /* why the library cannot be used */
+
+static void *find_library(void) {
+  static const char *const names[] = {"libsycl.so.9", "libsycl.so.8"};
+  void *found = NULL, *library;
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    if ((library = dlopen(names[i], RTLD_LAZY | RTLD_NOLOAD)) == NULL) continue;
+    if (found != NULL) {
+      snprintf(not_found, sizeof not_found,
+               "this process has both libsycl.so.9 and libsycl.so.8, and nobody says to "
+               "which a stream belongs: leave one of them out of LD_LIBRARY_PATH");
+      return NULL;
+    }
+    found = library;
+  }
+  if (found == NULL)
+    snprintf(not_found, sizeof not_found,
+             "this process has neither libsycl.so.8 nor libsycl.so.9, the versions that jaxmpi knows");
+  return found;
+}
+
+static void load(void) {
+  static const struct symbol symbols[] = {
+#define FUNCTION(name, shown, symbol, result, parameters) {#symbol, offsetof(struct sycl, name), true},
+#include "devices/sycl.def"
+#undef FUNCTION
+      {NULL, 0, false}};
+  void *library = find_library();
+  if (library == NULL) return;
+  const char *missing = symbols_load(library, symbols, &sycl);
+  if (missing == NULL) missing = exceptions_load(library);
+  struct link_map *map = NULL;
+  if (missing != NULL && dlinfo(library, RTLD_DI_LINKMAP, &map) == 0)
+    snprintf(not_found, sizeof not_found, "%s has no %s: jaxmpi knows libsycl.so.8 and libsycl.so.9", map->l_name,
+             missing);
+}
+
+/* --- calls --- */
+
+static _Thread_local char thrown[256]; /* the text of the last exception */
+
+/* Call a function of the library, with arguments from a structure. Return 0 or THROWN. */
+static int guard(const char *shown, void (*function)(void *), void *arguments) {
+  const struct exception_class class = {"N4sycl3_V19exceptionE", sycl.exception_what};
+  bool has_thrown = exceptions_catch(function, arguments, &class, thrown, sizeof thrown);
+  return memory_checked(shown, has_thrown ? THROWN : 0);
+}
+
+/* The arguments of all functions, and what they return. */
+struct arguments {
+  void *queue, *to;
+  const void *from;
+  size_t bytes;
+  struct shared *event;
+  object *made, *context, *device;
+};
+
+#define FUNCTION(name, shown, symbol, result, parameters) static const char name##_shown[] = shown;
+#include "devices/sycl.def"
+#undef FUNCTION
+#define GUARDED(name, ...)            \
+  static void name##_call(void *of) { \
+    struct arguments *a = of;         \
+    __VA_ARGS__;                      \
+  }
+GUARDED(queue_memcpy, sycl.queue_memcpy(a->made, a->queue, a->to, a->from, a->bytes, nowhere))
+GUARDED(queue_memset, sycl.queue_memset(a->made, a->queue, a->to, 0, a->bytes, nowhere))
+GUARDED(queue_wait, sycl.queue_wait(a->queue, nowhere))
+GUARDED(queue_barrier, sycl.queue_barrier(a->made, a->queue, nowhere))
+GUARDED(queue_barrier_after, struct events one = {a->event, a->event + 1, a->event + 1};
+        sycl.queue_barrier_after(a->made, a->queue, &one, nowhere))
+GUARDED(queue_context, sycl.queue_context(a->context, a->queue))
+GUARDED(queue_device, sycl.queue_device(a->device, a->queue))
+GUARDED(queue_properties, a->from = sycl.queue_properties(a->queue))
+GUARDED(queue_make, sycl.queue_make(a->made, a->context, a->device, a->from))
+GUARDED(event_wait, sycl.event_wait(a->event))
+GUARDED(malloc_host, a->to = sycl.malloc_host(a->bytes, a->queue, nowhere))
+GUARDED(free_host, sycl.free_host(a->to, a->queue, nowhere))
+#define CALL(name, arguments) guard(name##_shown, name##_call, arguments)
+
+/* What the constructor and the destructor of a shared_ptr do. */
+static struct shared share(const struct shared *shared) {
+  if (shared->counted != NULL) atomic_fetch_add(&shared->counted->uses, 1);
+  return *shared;
+}
+
+static void release(struct shared *shared) {
+  enum { DISPOSE = 2, DESTROY = 3 }; /* the places of virtual functions */
+  struct counted *counted = shared->counted;
+  *shared = (struct shared){NULL, NULL};
+  if (counted == NULL || atomic_fetch_sub(&counted->uses, 1) != 1) return;
+  counted->functions[DISPOSE](counted);
+  if (atomic_fetch_sub(&counted->weak, 1) == 1) counted->functions[DESTROY](counted);
+}
+
+/* --- contexts --- */
+
+/* A queue of XLA's, kept for ever, with a use of our own: XLA may destroy it before our memory is freed. */
+static struct kept {
+  struct kept *next;
+  struct shared queue;
+} *contexts;
+static pthread_mutex_t contexts_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Find or make the context of a queue, with the lock. */
+static int context_of(const struct shared *queue, void **found) {
+  struct kept *kept = contexts;
+  while (kept != NULL && kept->queue.implementation != queue->implementation) kept = kept->next;
+  if (kept == NULL) {
+    if ((kept = malloc(sizeof *kept)) == NULL) return memory_checked("malloc", NO_MEMORY);
+    *kept = (struct kept){contexts, share(queue)};
+    contexts = kept;
+  }
+  *found = &kept->queue;
+  return 0;
+}
+
+static int context(void *stream, void **found) {
+  static bool looked;
+  pthread_mutex_lock(&contexts_lock);
+  if (!looked) load();
+  looked = true;
+  int code = *not_found == '\0' ? context_of(stream, found) : memory_checked("loading SYCL", NOT_FOUND);
+  pthread_mutex_unlock(&contexts_lock);
+  return code;
+}
+
+static _Thread_local struct shared *entered; /* the context of this thread */
+
+static int enter(void *context, void **previous) {
+  *previous = entered;
+  entered = context;
+  return 0;
+}
+
+static int leave(void *previous) {
+  entered = previous;
+  return 0;
+}
+
+/* The number of GPUs that Level Zero shows to this process. */
+static int count(int *devices) {
+  enum { GPU_ONLY = 1, MOST_DRIVERS = 16 };
+  struct {
+    int (*zeInit)(unsigned), (*zeDriverGet)(uint32_t *, void **), (*zeDeviceGet)(void *, uint32_t *, void *);
+  } ze;
+  static const struct symbol symbols[] = {{"zeInit", 0, true},
+                                          {"zeDriverGet", sizeof(void *), true},
+                                          {"zeDeviceGet", 2 * sizeof(void *), true},
+                                          {NULL, 0, false}};
+  void *library = dlopen("libze_loader.so.1", RTLD_LAZY), *drivers[MOST_DRIVERS];
+  uint32_t driver_count = MOST_DRIVERS;
+  *devices = 0;
+  if (library == NULL || symbols_load(library, symbols, &ze) != NULL) return 0;
+  if (ze.zeInit(GPU_ONLY) != 0 || ze.zeDriverGet(&driver_count, drivers) != 0) return 0;
+  for (uint32_t i = 0; i < driver_count; i++) {
+    uint32_t device_count = 0;
+    if (ze.zeDeviceGet(drivers[i], &device_count, NULL) == 0) *devices += (int)device_count;
+  }
+  return 0;
+}
+
+/* --- memory --- */
+
+static int pin(void **host, size_t bytes) {
+  struct arguments a = {.queue = entered, .bytes = bytes};
+  int code = CALL(malloc_host, &a);
+  *host = a.to;
+  return code != 0 || a.to != NULL ? code : memory_checked(malloc_host_shown, NO_MEMORY);
+}
+
+static int unpin(void *host) { return CALL(free_host, (&(struct arguments){.queue = entered, .to = host})); }
+
+static int copy(void *to, const void *from, size_t bytes, void *stream) {
+  object event;
+  struct arguments a = {.queue = stream, .to = to, .from = from, .bytes = bytes, .made = &event};
+  int code = CALL(queue_memcpy, &a);
+  if (code == 0) release(&event.shared);
+  return code;
+}
+
+static int copy_down(void *host, const void *device, struct rows rows, void *stream) {
+  int code = 0;
+  for (size_t i = 0; i < rows.count && code == 0; i++)
+    code =
+        copy((char *)host + i * rows.on_host, (const char *)device + (ptrdiff_t)i * rows.on_device, rows.width, stream);
+  return code;
+}
+
+static int copy_up(void *device, const void *host, struct rows rows, void *stream) {
+  int code = 0;
+  for (size_t i = 0; i < rows.count && code == 0; i++)
+    code =
+        copy((char *)device + (ptrdiff_t)i * rows.on_device, (const char *)host + i * rows.on_host, rows.width, stream);
+  return code;
+}
+
+static int zero(void *device, size_t bytes, void *stream) {
+  object event;
+  int code = CALL(queue_memset, (&(struct arguments){.queue = stream, .to = device, .bytes = bytes, .made = &event}));
+  if (code == 0) release(&event.shared);
+  return code;
+}
+
+/* --- streams --- */
+
+/* A queue like XLA's: of the same context and device, and in order. */
+static int stream_make(void **stream) {
+  object context, device;
+  struct arguments a = {.queue = entered, .context = &context, .device = &device, .made = calloc(1, sizeof(object))};
+  if (a.made == NULL) return memory_checked("calloc", NO_MEMORY);
+  int code = CALL(queue_properties, &a);
+  if (code == 0 && (code = CALL(queue_context, &a)) == 0) {
+    if ((code = CALL(queue_device, &a)) == 0) {
+      code = CALL(queue_make, &a);
+      release(&device.shared);
+    }
+    release(&context.shared);
+  }
+  if (code != 0) return free(a.made), code;
+  *stream = a.made;
+  return 0;
+}
+
+static int stream_free(void *stream) {
+  release(stream);
+  free(stream);
+  return 0;
+}
+
+static int stream_synchronize(void *stream) { return CALL(queue_wait, (&(struct arguments){.queue = stream})); }
+
+/* --- events --- */
+
+/* The library makes an event when it is recorded. One thread may record while another one waits. */
+struct event {
+  pthread_mutex_t lock;
+  struct shared latest;
+};
+
+static int event_make(void **made) {
+  struct event *event = calloc(1, sizeof *event);
+  if (event == NULL) return memory_checked("calloc", NO_MEMORY);
+  pthread_mutex_init(&event->lock, NULL);
+  *made = event;
+  return 0;
+}
+
+static int event_free(void *of) {
+  struct event *event = of;
+  release(&event->latest);
+  pthread_mutex_destroy(&event->lock);
+  free(event);
+  return 0;
+}
+
+static int event_record(void *of, void *stream) {
+  struct event *event = of;
+  object made;
+  int code = CALL(queue_barrier, (&(struct arguments){.queue = stream, .made = &made}));
+  if (code != 0) return code;
+  pthread_mutex_lock(&event->lock);
+  struct shared before = event->latest;
+  event->latest = made.shared;
+  pthread_mutex_unlock(&event->lock);
+  release(&before);
+  return 0;
+}
+
+static struct shared latest_of(struct event *event) {
+  pthread_mutex_lock(&event->lock);
+  struct shared latest = share(&event->latest);
+  pthread_mutex_unlock(&event->lock);
+  return latest;
+}
+
+static int event_synchronize(void *of) {
+  struct shared latest = latest_of(of);
+  int code = latest.implementation != NULL ? CALL(event_wait, (&(struct arguments){.event = &latest})) : 0;
+  release(&latest);
+  return code;
+}
+
+static int stream_wait(void *stream, void *of) {
+  object made;
+  struct shared latest = latest_of(of);
+  struct arguments a = {.queue = stream, .event = &latest, .made = &made};
+  int code = latest.implementation != NULL ? CALL(queue_barrier_after, &a) : 0;
+  if (code == 0 && latest.implementation != NULL) release(&made.shared);
+  release(&latest);
+  return code;
+}
+
+static void text(int code, const char **name, const char **words) {
+  static const char *const names[] = {[THROWN] = "an exception", [NO_MEMORY] = "no memory", [NOT_FOUND] = "not found"};
+  *name = names[code];
+  *words = code == THROWN ? thrown : code == NO_MEMORY ? "out of memory" : not_found;
+}
 
 #define MEMORY memory_sycl
 #include "execute/handlers.h"
 
 const struct memory memory_sycl = {
-    .platform = "SYCL",
+    .platform = "ONEAPI",
+#ifndef __x86_64__
+    .absent = "jaxmpi reaches Intel's devices on x86-64 processors alone",
+#endif
     .handlers = handlers,
-    .absent = "not supported: XLA's stream for Intel's devices is a C++ object, which this build cannot use",
+    .run = transport_run,
+    MEMORY_FUNCTIONS,
 };

@@ -25,6 +25,7 @@ bool memory_loaded(const struct memory *memory) {
 
 static const char *load_driver(const struct memory *memory) {
   enum { ROOM = 128 };
+  if (memory->libraries == NULL) return memory->absent;
   /* A copy that this process has loaded comes first: a second copy would not know the streams of the first. */
   void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
   if (library == NULL && (library = find_library(memory, RTLD_LAZY)) == NULL) return memory->absent;

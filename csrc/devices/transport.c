@@ -169,9 +169,11 @@ void transport_finish(void) {
 /* --- one operation --- */
 
 /* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. If
- * ranks compare their calls, no chunk may be enqueued before they have agreed. */
+ * ranks compare their calls, no chunk may be enqueued before they have agreed. Streams of some devices take no calls.
+ */
 static enum transport transport_of(const struct call *call) {
-  return importer && call->reducer != REDUCER_USER && !call->comparison.due ? runtime.transport : TRANSPORT_WAIT;
+  bool leaves = importer && call->reducer != REDUCER_USER && !call->comparison.due && call->memory->call != NULL;
+  return leaves ? runtime.transport : TRANSPORT_WAIT;
 }
 
 /* Return whether an aware MPI can do the call on device memory. It cannot if a function reduces that reads host memory.

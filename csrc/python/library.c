@@ -109,7 +109,9 @@ static PyObject *count_of(const struct memory *space) {
   return PyLong_FromLong(space->count(&devices) == 0 ? devices : 0);
 }
 
-static PyObject *has_flags(const struct memory *space) { return PyBool_FromLong(space->has_flags()); }
+static PyObject *has_flags(const struct memory *space) {
+  return PyBool_FromLong(space->has_flags != NULL && space->has_flags());
+}
 
 /* Return {platform: None, or why its arrays cannot be communicated}. */
 static PyObject *drivers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {

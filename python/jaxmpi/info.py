@@ -37,7 +37,8 @@ def facts() -> Iterator[tuple[str, str]]:
     choice = library.DEVICES
     yield "communicates on", ", ".join(choice.communicated)
     for name, number in _core.device_counts().items():
-        yield f"{name} devices", str(number)
+        if name in choice.platforms:
+            yield f"{name} devices", str(number)
     for name, why_not in choice.drivers.items():
         if why_not is not None:
             yield f"no {name}", why_not
@@ -100,7 +101,7 @@ def problems() -> Iterator[str]:
         )
     node.Free()
     platforms = {device.platform for device in jax.devices()} | {jax.default_backend()}
-    aliases = {"gpu": {"cuda", "rocm"}}
+    aliases = {"gpu": {"cuda", "rocm", "oneapi"}}
     if not any(aliases.get(name, {name}).intersection(library.DEVICES.communicated) for name in platforms):
         backend = jax.default_backend()
         yield f"the default backend is {backend}, whose arrays cannot be communicated. Set JAX_PLATFORMS=cpu."

@@ -24,14 +24,21 @@ LAUNCHERS = (
 """The variables with the local rank and the number of local ranks, per launcher. The schedulers come last: a launcher
 inside their job inherits their variables."""
 
-JAX_NAMES = {"CUDA": "cuda", "ROCM": "rocm", "SYCL": "oneapi"}
+JAX_NAMES = {"CUDA": "cuda", "ROCM": "rocm", "ONEAPI": "oneapi"}
 """JAX's names of the platforms, by XLA's names."""
-PLACED = ("CUDA", "ROCM")
+PLACED = ("CUDA", "ROCM", "ONEAPI")
 """The platforms whose devices ranks take."""
 decided = False
 """Whether the launcher has decided about the devices of this rank."""
 
-_NARROWED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_NARROWED = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ZE_AFFINITY_MASK",
+    "ONEAPI_DEVICE_SELECTOR",
+)
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -48,9 +55,16 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
     return None
 
 
+def has_plugin(platform: str) -> bool:
+    """Return whether JAX can have a platform. For Intel's devices, which many machines have beside others, a package
+    must be installed."""
+    return platform != "ONEAPI" or importlib.util.find_spec("jax_oneapi_plugin") is not None
+
+
 def allows(jax_platforms: str, platform: str) -> bool:
-    """Return whether JAX may use a platform, by JAX_PLATFORMS. If that is empty it may use all."""
-    return not jax_platforms or not {JAX_NAMES[platform], "gpu"}.isdisjoint(jax_platforms.split(","))
+    """Return whether JAX may use a platform, by JAX_PLATFORMS. If that is empty it may use all that it can have."""
+    named = not jax_platforms or not {JAX_NAMES[platform], "gpu"}.isdisjoint(jax_platforms.split(","))
+    return named and has_plugin(platform)
 
 
 def undecided(environment: Mapping[str, str]) -> list[str]:

@@ -14,6 +14,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#ifdef FAKE_SYCL /* has no host functions, no values that streams await, and no copies of rows */
+#pragma GCC diagnostic ignored "-Wunused-function"
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 
 static struct fake_driver driver;
@@ -26,9 +30,11 @@ static pthread_cond_t progress = PTHREAD_COND_INITIALIZER; /* an operation is do
 #define PER_THREAD static _Thread_local __attribute__((tls_model("initial-exec")))
 PER_THREAD const char *function = ""; /* of the interface, which it is in */
 PER_THREAD bool in_callback;
-#ifdef FAKE_HIP
+#if defined FAKE_HIP
 PER_THREAD int device_now;
 static int current_device(void) { return device_now; }
+#elif defined FAKE_SYCL
+static int current_device(void) { return driver.device; } /* a queue belongs to a device, and a thread to none */
 #else
 enum { CONTEXTS = 8, DEPTH = 16 };
 static char contexts[CONTEXTS]; /* of devices; its address is all there is to one */
@@ -81,8 +87,8 @@ static int begin(const char *name, bool in_context) {
   for (int i = 0; i < FAILURES; i++)
     if (failures[i].left > 0 && same_name(name, failures[i].name) && --failures[i].left == 0) code = failures[i].code;
   if (in_callback) return violate(FAKE_NOT_PERMITTED, "called from a host function");
-#ifdef FAKE_HIP
-  (void)in_context; /* each thread has a device */
+#if defined FAKE_HIP || defined FAKE_SYCL
+  (void)in_context; /* each thread has a device, or no one needs any */
 #else
   if (in_context && depth == 0) return violate(FAKE_INVALID_CONTEXT, "called without a current context");
 #endif
@@ -348,6 +354,9 @@ static struct object *handle_find(int kind, const void *handle) {
 }
 
 static struct stream *stream_of(const void *handle) {
+#ifdef FAKE_SYCL
+  handle = *(void *const *)handle; /* it is a queue */
+#endif
   const struct object *object = handle_find(STREAM, handle);
   return object == NULL ? NULL : object->what;
 }
@@ -377,9 +386,11 @@ static bool pinned_in_use(const char *host, size_t bytes) {
 /* Gives a copy of `operation` to the stream; its regions are in use from now on. */
 static int give(struct stream *stream, const struct operation *operation) {
   if (lost != 0) return lost;
+#ifndef FAKE_SYCL
   if (stream->device != current_device())
     return violate(FAKE_INVALID_CONTEXT, "a stream of device %d, and device %d is current", stream->device,
                    current_device());
+#endif
   struct operation *given = malloc(sizeof *given);
   if (given == NULL) return FAKE_OUT_OF_MEMORY;
   *given = *operation;
@@ -757,8 +768,10 @@ static int devices(const char *visible) {
   return count;
 }
 
-#ifdef FAKE_HIP
+#if defined FAKE_HIP
 #define MAKER "ROCm"
+#elif defined FAKE_SYCL
+#define MAKER "SYCL"
 #else
 #define MAKER "CUDA"
 #endif
@@ -790,6 +803,53 @@ static const struct error *error_find(int code) {
     if (errors[i].code == code) return &errors[i];
   return NULL;
 }
+
+#ifdef FAKE_SYCL
+
+/* Objects of the library: a handle, and a number of uses as libstdc++ counts them. The core calls the functions. */
+typedef struct {
+  void *handle;
+  struct count {
+    void (*const *functions)(struct count *);
+    atomic_int uses, weak;
+    int kind; /* STREAM, EVENT or OTHER */
+    void *handle;
+  } *counted;
+} object;
+enum { OTHER = -1 };
+
+/* The last use has ended. */
+static void dispose(struct count *counted) {
+  pthread_mutex_lock(&lock);
+  function = "a destructor";
+  if (counted->kind == STREAM)
+    stream_free(counted->handle);
+  else if (counted->kind == EVENT)
+    event_free(counted->handle);
+  else
+    driver.live_events--;
+  end(0);
+}
+
+static void destroy(struct count *counted) { free(counted); }
+
+static int object_make(object *made, int kind, void *handle) {
+  static void (*const functions[])(struct count *) = {NULL, NULL, dispose, destroy};
+  struct count *counted = malloc(sizeof *counted);
+  if (counted == NULL) return FAKE_OUT_OF_MEMORY;
+  *counted = (struct count){functions, 1, 1, kind, handle};
+  *made = (object){handle, counted};
+  driver.live_events += kind == OTHER;
+  return 0;
+}
+
+static void *queue_new(void *handle) {
+  object *queue = malloc(sizeof *queue);
+  if (queue != NULL) object_make(queue, STREAM, handle);
+  return queue;
+}
+
+#endif
 
 /* --- control --- */
 
@@ -823,7 +883,7 @@ static int calls(const char *name) {
 }
 
 static int depth_now(void) {
-#ifdef FAKE_HIP
+#if defined FAKE_HIP || defined FAKE_SYCL
   return 0;
 #else
   return depth;
@@ -835,6 +895,9 @@ static void *stream_new(void) {
   pthread_mutex_lock(&lock);
   function = "stream";
   stream_make(&handle, false, 0);
+#ifdef FAKE_SYCL
+  handle = queue_new(handle);
+#endif
   end(0);
   return handle;
 }
@@ -902,7 +965,7 @@ __attribute__((constructor)) static void prepare(void) { driver.slow = getenv("F
   }
 enum where { ANYWHERE = false, IN_CONTEXT = true };
 
-#ifdef FAKE_HIP
+#if defined FAKE_HIP
 
 static const unsigned host_flags = 0xe000000f, event_flags = 0xe0000007; /* that exist */
 
@@ -1005,6 +1068,130 @@ FUNCTION(hipStreamWaitEvent, , (void *stream, void *event, unsigned flags), IN_C
 FUNCTION(hipStreamSynchronize, , (void *stream), IN_CONTEXT, stream_finish(stream))
 FUNCTION(hipLaunchHostFunc, , (void *stream, void (*call)(void *), void *data), IN_CONTEXT,
          call_host(stream, call, data))
+
+#elif defined FAKE_SYCL
+
+struct events {
+  const object *begin, *end, *room;
+};
+
+void fake_throw(const char *text);
+
+/* An error is an exception: that of SYCL, or, if there is no memory, another one. */
+static void finish_call(int code) {
+  if (end(code) == 0) return;
+  const struct error *error = error_find(code);
+  fake_throw(code == FAKE_OUT_OF_MEMORY ? NULL : error != NULL ? error->text : "unknown error");
+}
+
+#define FUNCTION_OF(name, shown, symbol, result, parameters) EXPORT result fake_##name parameters __asm__(#symbol);
+#undef FUNCTION
+#define FUNCTION       FUNCTION_OF
+#define exception_what left_out
+#include "devices/sycl.def"
+#undef FUNCTION
+
+static char properties;
+
+/* The event of the work so far. */
+static int event_of(object *made, void *queue) {
+  void *event = NULL;
+  int code = event_make(&event, 0, 0);
+  if (code != 0) return code;
+  if ((code = event_record(event, queue)) != 0) return event_free(event), code;
+  return object_make(made, EVENT, event);
+}
+
+static int sycl_copy(void *queue, void *to, const void *from, size_t bytes) {
+  bool up = region_of(device_memory, from, bytes) == NULL, down = region_of(device_memory, to, bytes) == NULL;
+  return copy_bytes(up ? COPY_UP : down ? COPY_DOWN : COPY_ACROSS, to, from, bytes, queue);
+}
+
+static int sycl_queue(object *made, const object *context, const object *device, const void *properties_of) {
+  void *stream = NULL;
+  if (properties_of != &properties || context->counted->kind != OTHER || device->counted->kind != OTHER)
+    return violate(FAKE_INVALID_VALUE, "a queue of something else");
+  int code = stream_make(&stream, true, 0);
+  return code != 0 ? code : object_make(made, STREAM, stream);
+}
+
+void fake_queue_memcpy(object *event, void *queue, void *to, const void *from, size_t bytes, const void *where) {
+  (void)where;
+  int code = begin("sycl::queue::memcpy", false);
+  if (code == 0) code = sycl_copy(queue, to, from, bytes);
+  finish_call(code == 0 ? event_of(event, queue) : code);
+}
+
+void fake_queue_memset(object *event, void *queue, void *to, int value, size_t bytes, const void *where) {
+  (void)where;
+  int code = begin("sycl::queue::memset", false);
+  if (code == 0) code = fill(to, value, bytes, queue);
+  finish_call(code == 0 ? event_of(event, queue) : code);
+}
+
+void fake_queue_wait(void *queue, const void *where) {
+  (void)where;
+  int code = begin("sycl::queue::wait", false);
+  finish_call(code == 0 ? stream_finish(queue) : code);
+}
+
+void fake_queue_barrier(object *event, void *queue, const void *where) {
+  (void)where;
+  int code = begin("sycl::queue::ext_oneapi_submit_barrier", false);
+  finish_call(code == 0 ? event_of(event, queue) : code);
+}
+
+void fake_queue_barrier_after(object *event, void *queue, const struct events *events, const void *where) {
+  (void)where;
+  int code = begin("sycl::queue::ext_oneapi_submit_barrier(events)", false);
+  for (const object *e = events->begin; e != events->end && code == 0; e++) code = stream_wait(queue, e->handle, 0);
+  finish_call(code == 0 ? event_of(event, queue) : code);
+}
+
+void fake_queue_context(object *context, const void *queue) {
+  int code = begin("sycl::queue::get_context", false);
+  if (code == 0 && stream_of(queue) == NULL) code = FAKE_INVALID_HANDLE;
+  finish_call(code == 0 ? object_make(context, OTHER, NULL) : code);
+}
+
+void fake_queue_device(object *device, const void *queue) {
+  int code = begin("sycl::queue::get_device", false);
+  if (code == 0 && stream_of(queue) == NULL) code = FAKE_INVALID_HANDLE;
+  finish_call(code == 0 ? object_make(device, OTHER, NULL) : code);
+}
+
+const void *fake_queue_properties(const void *queue) {
+  int code = begin("sycl::queue::getPropList", false);
+  finish_call(code == 0 && stream_of(queue) == NULL ? FAKE_INVALID_HANDLE : code);
+  return &properties;
+}
+
+void fake_queue_make(void *queue, const object *context, const object *device, const void *properties_of) {
+  int code = begin("sycl::queue::queue", false);
+  finish_call(code == 0 ? sycl_queue(queue, context, device, properties_of) : code);
+}
+
+void fake_event_wait(void *event) {
+  int code = begin("sycl::event::wait", false);
+  finish_call(code == 0 ? event_finish(((object *)event)->handle) : code);
+}
+
+/* No memory is no exception here. */
+void *fake_malloc_host(size_t bytes, const void *queue, const void *where) {
+  (void)where;
+  void *made = NULL;
+  int code = begin("sycl::malloc_host", false);
+  if (code == 0) code = stream_of(queue) == NULL ? FAKE_INVALID_HANDLE : pin(&made, bytes, 0, 0);
+  finish_call(code == FAKE_OUT_OF_MEMORY ? 0 : code);
+  return made;
+}
+
+void fake_free_host(void *host, const void *queue, const void *where) {
+  (void)where;
+  int code = begin("sycl::free", false);
+  if (code == 0) code = stream_of(queue) == NULL ? FAKE_INVALID_HANDLE : unpin(host);
+  finish_call(code);
+}
 
 #else
 

@@ -1,7 +1,8 @@
 /* A fake device and driver, to test copies to and from devices without hardware.
  *
- * fake_driver.c is compiled twice into a shared library, as CUDA's driver and, with FAKE_HIP, as HIP's runtime. The
- * core opens it like the real one; a test sees it through the structure below, which is the same for both.
+ * fake_driver.c is compiled into three shared libraries: as CUDA's driver, with FAKE_HIP as HIP's runtime, and with
+ * FAKE_SYCL as SYCL's, where an error is an exception. The core opens each like the real one. A test sees it through
+ * the structure below, which is the same for all.
  *
  * Device memory is an address range that host code cannot access (SIGSEGV, also after its release); the driver accesses
  * the content at another address. A stream is a thread that executes its operations one by one, each after a short

@@ -36,12 +36,21 @@ void on(enum transport transport, bool aware) {
 
 static void on_each(const enum transport list[], size_t count, void (*test)(void)) {
   for (size_t i = 0; i < count; i++) {
+    if (list[i] != TRANSPORT_WAIT && space->call == NULL) continue;
     context("transport %s", transport_names[list[i]]);
     fake->reset();
     on(list[i], false);
     test();
     finish();
   }
+}
+
+void where_calls_are_left(void (*test)(void)) {
+  if (space->call != NULL) test();
+}
+
+int calls(const char *cuda, const char *hip, const char *sycl) {
+  return driver->calls(space == &memory_cuda ? cuda : space == &memory_rocm ? hip : sycl);
 }
 
 void on_all(void (*test)(void)) { on_each(transports, 3, test); }
@@ -107,6 +116,9 @@ const char *const driver_functions[] = {
 #include "devices/cuda.def"
 #include "devices/hip.def"
 #undef FUNCTION
+#define FUNCTION(name, shown, symbol, result, parameters) shown,
+#include "devices/sycl.def"
+#undef FUNCTION
 #undef OPTIONAL
 #undef TEXT
     NULL};
@@ -115,7 +127,7 @@ bool driver_has_others;
 
 static void fails_at(const char *function, const char *operation, ffi_error *error, bool reached) {
   CHECK(reached);
-  FAILS(error, FFI_INTERNAL, function, "launch failure", "code 719", operation);
+  FAILS(error, FFI_INTERNAL, function, "launch failure", space->call != NULL ? "code 719" : "exception", operation);
   while (driver->depth() > 0) CHECK(space->leave(NULL) == 0); /* leaving is what has failed */
 }
 
@@ -151,7 +163,9 @@ int main(int argc, char **argv) {
   memcpy(&get, &symbol, sizeof get);
   if (get == NULL) return printf("cannot open the driver %s\n", path != NULL ? path : "FAKE_DRIVER"), 1;
   driver = get();
-  space = dlsym(library, "cuInit") != NULL ? &memory_cuda : &memory_rocm;
+  space = dlsym(library, "cuInit") != NULL    ? &memory_cuda
+          : dlsym(library, "hipInit") != NULL ? &memory_rocm
+                                              : &memory_sycl;
   if (memory_open(space) != NULL) return printf("%s\n", memory_open(space)), 1;
   xla_stream = driver->stream();
   importer = true;

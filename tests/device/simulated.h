@@ -24,6 +24,12 @@ void on(enum transport transport, bool aware);
 void on_all(void (*test)(void));
 void on_leaving(void (*test)(void));
 
+/* For TEST_THROUGH: only where streams take calls of MPI. */
+void where_calls_are_left(void (*test)(void));
+
+/* How often the driver's function with one of these names was called. */
+int calls(const char *cuda, const char *hip, const char *sycl);
+
 /* An array of `count` elements, or NONE for -1; and how many bytes it has. */
 struct array array_of(int dtype, void *data, int64_t count);
 size_t array_bytes(int dtype, int64_t count);

@@ -161,7 +161,7 @@ TEST_THROUGH(on_all, chunks_are_joined, void) {
   struct operands o = sum_of(ROOM / 8);
   same_as_on_host(&o, world(0, 2));
   CHECK_EQUAL(times_called("MPI_Allreduce"), ROOM / LEAST_CHUNK);
-  CHECK_EQUAL(driver->calls("cuStreamCreate") + driver->calls("hipStreamCreateWithFlags"), 3);
+  CHECK_EQUAL(calls("cuStreamCreate", "hipStreamCreateWithFlags", "sycl::queue::queue"), 3);
 }
 
 /* --- the aware transport --- */
@@ -340,7 +340,7 @@ TEST_THROUGH(on_all, messages_that_xla_composes, void) {
   driver->reset();
   SUCCEEDS(exchange_messages(words));
   CHECK_SAME(words + 66, words + 2, 4 * 62);
-  CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync") + driver->calls("hipMemcpyAsync"),
+  CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + calls("cuMemcpyHtoDAsync", "hipMemcpyAsync", "sycl::queue::memcpy"),
               2);
   CHECK_EQUAL(driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync"), 0);
   driver->slow = false;
@@ -929,7 +929,7 @@ static void check_sums(int from, int to) {
 }
 
 /* On streams of two devices in turn, with a count that begins again after a few operations, in one and in chunks. */
-TEST(flags_count_up_and_begin_again) {
+TEST_THROUGH(where_calls_are_left, flags_count_up_and_begin_again, void) {
   struct operands large = sum_of(ROOM / 8);
   setenv("FAKE_DEVICES", "2", 1);
   driver->device = 1;
@@ -960,7 +960,7 @@ TEST(flags_count_up_and_begin_again) {
 }
 
 /* MPI is called in the order in which operations were left to the streams, not in that in which their turns come. */
-TEST(flags_keep_the_order_of_streams) {
+TEST_THROUGH(where_calls_are_left, flags_keep_the_order_of_streams, void) {
   void *first = xla_stream, *second = driver->stream(), *data = driver->allocate(8);
   on(TRANSPORT_FLAGS, false);
   driver->block(first, true);
@@ -980,7 +980,7 @@ TEST(flags_keep_the_order_of_streams) {
 }
 
 /* The flags have been tried on the stream when something else fails, and the program ends. */
-TEST(flags_are_freed_after_a_failure) {
+TEST_THROUGH(where_calls_are_left, flags_are_freed_after_a_failure, void) {
   set_chunks(LEAST_CHUNK);
   for (int i = 0; i < 10; i++) {
     on(TRANSPORT_FLAGS, false);
@@ -993,7 +993,7 @@ TEST(flags_are_freed_after_a_failure) {
   }
 }
 
-TEST(a_device_without_flags) {
+TEST_THROUGH(where_calls_are_left, a_device_without_flags, void) {
   struct operands o = sum_of(10);
   driver->without_flags = true;
   on(TRANSPORT_FLAGS, false);
@@ -1008,7 +1008,7 @@ TEST(a_device_without_flags) {
 
 /* The driver fails while operations wait for their turns, and so do the calls that wait for it: they are dropped. No
  * stream waits for them, and those of another stream are done. */
-TEST(what_waits_is_dropped_after_a_failure) {
+TEST_THROUGH(where_calls_are_left, what_waits_is_dropped_after_a_failure, void) {
   void *first = xla_stream, *second = driver->stream();
   bool hip = space == &memory_rocm;
   on(TRANSPORT_FLAGS, false);
@@ -1038,7 +1038,7 @@ TEST(what_waits_is_dropped_after_a_failure) {
 
 /* The device fails for good, while operations wait for their turns or one is with MPI. The end does not wait for what
  * never comes, and what MPI may be using stays. */
-TEST(the_end_after_a_failure_of_the_device) {
+TEST_THROUGH(where_calls_are_left, the_end_after_a_failure_of_the_device, void) {
   for (int with_mpi = 0; with_mpi < 2; with_mpi++) {
     gate_close();
     context("with MPI: %d", with_mpi);

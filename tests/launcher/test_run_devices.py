@@ -52,6 +52,12 @@ def test_launchers(environment, place):
     [
         ({"CUDA": 4}, ranked(2, 4), cuda("2")),
         ({"ROCM": 8}, ranked(7, 8), {"JAX_ROCM_VISIBLE_DEVICES": "7"}),
+        (
+            {"ONEAPI": 6},
+            ranked(7, 12, ZE_AFFINITY_MASK="0,1,2,3,4,5"),
+            {"JAX_ONEAPI_VISIBLE_DEVICES": "1", FRACTION: "0.37"},
+        ),
+        ({"ONEAPI": 1}, ranked(7, 12, ZE_AFFINITY_MASK="3"), {}),
         ({"CUDA": 4}, {"FLUX_TASK_LOCAL_ID": "6"}, cuda("2")),
         ({"CUDA": 4}, {}, {}),
         ({}, ranked(1, 2), {}),
@@ -81,8 +87,14 @@ def test_launchers(environment, place):
         ({"CUDA": 4}, ranked(2, 4, JAX_PLATFORMS=""), cuda("2")),
     ],
 )
-def test_choice(counts, environment, chosen):
+def test_choice(counts, environment, chosen, monkeypatch):
+    monkeypatch.setattr(accelerators, "has_plugin", lambda platform: platform != "ONEAPI" or platform in counts)
     assert accelerators.assign(counts, environment) == chosen
+
+
+def test_devices_that_jax_has_no_plugin_for():
+    """Graphics of Intel's beside four of NVIDIA's GPUs are no devices of JAX."""
+    assert accelerators.assign({"CUDA": 4, "ONEAPI": 2}, ranked(2, 4)) == cuda("2")
 
 
 def test_drivers_are_asked_only_for_a_choice(monkeypatch):

@@ -5,6 +5,7 @@ as the driver fails by tests/device/test_device.c.
 """
 
 import os
+import warnings
 from pathlib import Path
 
 import jax
@@ -16,12 +17,14 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi._mpi import devices
 from jaxmpi._mpi.settings import Settings
+from jaxmpi_launch import accelerators
 from support import simulated
 from support.launch import launch, written
 from support.rows import each
 
 on_device = pytest.mark.skipif(not simulated.TRANSPORT, reason="needs the simulated device: make test-device")
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.0"
+INTEL = "Intel(R) MPI Library 2021.15"
 CRAY, MVAPICH = "MPI VERSION : CRAY MPICH version 8.1.29", "MVAPICH Version : 3.0"
 CUDA, GPU = "MPIX_Query_cuda_support", "MPIX_GPU_query_support"
 
@@ -40,7 +43,24 @@ CUDA, GPU = "MPIX_Query_cuda_support", "MPIX_GPU_query_support"
         ("ROCM", CRAY, {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
         ("CUDA", MVAPICH, {}, {"MV2_USE_CUDA": "1"}, True, "MV2_USE_CUDA is 1"),
         ("CUDA", MVAPICH, {}, {"MV2_USE_ROCM": "1"}, False, "neither MVP_USE_CUDA nor MV2_USE_CUDA is 1"),
-        ("CUDA", "Intel(R) MPI Library 2021.13", {}, {"I_MPI_OFFLOAD": "1"}, False, "I_MPI_OFFLOAD is 1"),
+        ("CUDA", INTEL, {}, {"I_MPI_OFFLOAD": "1"}, False, "I_MPI_OFFLOAD is 1"),
+        ("CUDA", INTEL, {}, {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_MODE": "cuda"}, True, "I_MPI_OFFLOAD_MODE is cuda"),
+        ("CUDA", INTEL, {}, {"I_MPI_OFFLOAD_MODE": "cuda"}, False, "I_MPI_OFFLOAD is 0"),
+        ("ROCM", INTEL, {}, {"I_MPI_OFFLOAD": "1"}, False, "I_MPI_OFFLOAD is 1"),
+        ("ONEAPI", INTEL, {}, {"I_MPI_OFFLOAD": "1"}, True, "I_MPI_OFFLOAD is 1"),
+        (
+            "ONEAPI",
+            INTEL,
+            {},
+            {"I_MPI_OFFLOAD": "1", "I_MPI_OFFLOAD_MODE": "cuda"},
+            False,
+            "I_MPI_OFFLOAD_MODE is cuda",
+        ),
+        ("ONEAPI", INTEL, {}, {}, False, "I_MPI_OFFLOAD is 0"),
+        ("ONEAPI", MPICH, {(GPU, 0): True, (GPU, 1): False}, {}, False, "says no to ze"),
+        ("ONEAPI", MPICH, {(GPU, 1): True}, {}, True, "says yes to ze"),
+        ("ONEAPI", CRAY, {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
+        ("ONEAPI", OPEN_MPI, {CUDA: True}, {}, False, "no way to ask"),
     ],
 )
 def test_detected(monkeypatch, platform, version, answers, environment, expected, said):
@@ -69,7 +89,10 @@ def test_detected(monkeypatch, platform, version, answers, environment, expected
     ],
 )
 def test_switch(environment, expected):
-    assert devices._switch(Settings.from_environment(environment), ["CUDA"])[0] is expected
+    settings = Settings.from_environment(environment)
+    assert devices._switch(settings, ["CUDA"])[0] is expected
+    if "MPI4JAX_USE_SYCL_MPI" in environment:
+        assert devices._switch(settings, ["ONEAPI"]) == (True, "MPI4JAX_USE_SYCL_MPI=on")
 
 
 @pytest.mark.parametrize(
@@ -89,12 +112,13 @@ def test_road(environment, aware, inspects, survives, expected):
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         expected = "wait"
     wish = Settings.from_environment(environment).device_transport
-    assert devices._transport(wish, aware, inspects, survives)[0] == expected
+    assert devices._transport(wish, True, aware, inspects, survives)[0] == expected
 
 
 NCCL = {"JAXMPI_DEVICE_TRANSPORT": "nccl"}
 FLAGS, CHUNK = {"JAXMPI_DEVICE_TRANSPORT": "flags"}, {"JAXMPI_DEVICE_CHUNK": " 8192 "}
 ONE, BOTH = {"CUDA": None, "ROCM": "no driver"}, {"CUDA": None, "ROCM": None}
+INTELS = {"CUDA": "no driver", "ROCM": "no driver", "ONEAPI": None}
 AWARE = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
 CHOICES = [
     # whether the driver of a platform that counts has flags
@@ -110,6 +134,21 @@ CHOICES = [
     ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, "cuda", BOTH, {"flags": {}}, {"transport": "wait"}),
     # a program that runs on CPUs too may ask for them
     (FLAGS, None, {"CUDA": "no driver"}, {}, {"platforms": []}),
+    # Intel's devices: with JAX's plugin; their streams take no calls
+    ({}, None, INTELS, {}, {"platforms": ["ONEAPI"], "transport": "wait", "chunk": devices.CHUNK}),
+    ({"JAXMPI_DEVICE_TRANSPORT": "callback"}, "oneapi,cpu", INTELS, {}, {"transport": "wait"}),
+    (
+        FLAGS,
+        None,
+        INTELS,
+        {"flags": {"ONEAPI": False}},
+        "the driver of ONEAPI has no.*wait for them: leave the variable",
+    ),
+    (NCCL, None, INTELS, {}, {"transport": "wait", "nccl": devices.Nccl(1)}),
+    ({}, None, {"CUDA": None, "ONEAPI": None}, {"counts": {"CUDA": 1, "ONEAPI": 1}}, {"transport": "callback"}),
+    ({}, "cuda", {"CUDA": None, "ONEAPI": None}, {}, {"transport": "callback", "platforms": ["CUDA", "ONEAPI"]}),
+    ({}, None, {**INTELS, "plugin": False}, {}, {"platforms": [], "transport": "callback", "chunk": 0}),
+    ({}, None, {"CUDA": None, "ONEAPI": None, "plugin": False}, AWARE, {"aware": True, "platforms": ["CUDA"]}),
     # chunks
     ({}, None, ONE, {}, {"chunk": devices.CHUNK, "everywhere": False}),
     ({}, "cuda,cpu", ONE, {}, {"chunk": devices.CHUNK}),
@@ -138,18 +177,24 @@ CHOICES = [
     (NCCL, "cuda", ONE, AWARE, {"transport": "wait", "nccl": devices.Nccl(3)}),
     (NCCL, "cuda", {"CUDA": "no driver"}, {}, {"platforms": [], "nccl": devices.Nccl(1)}),
 ]
-"""Settings, JAX's platforms, drivers, what is told of them and of libraries, and what is chosen."""
+"""Settings, JAX's platforms, drivers (and whether JAX has its plugin for Intel's devices), what is told of them and of
+libraries, and what is chosen."""
 
 
 def test_choice_of_devices(monkeypatch):
     def check(row):
         environment, platforms, drivers, told, expected = row
+        has_plugin = drivers.get("plugin", True)
+        drivers = {name: why_not for name, why_not in drivers.items() if name != "plugin"}
+        monkeypatch.setattr(accelerators, "has_plugin", lambda platform: platform != "ONEAPI" or has_plugin)
+        monkeypatch.setattr(devices, "has_plugin", accelerators.has_plugin)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and ("flags" in told or environment == NCCL):
             return
         monkeypatch.setattr(devices._core, "drivers", lambda: drivers)
         monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
         monkeypatch.setattr(devices._core, "flags", lambda: told["flags"])
         monkeypatch.setattr(devices._core, "open_nccl", lambda platform, path: told["nccl"])
+        monkeypatch.setattr(devices.MPI, "Get_library_version", lambda: MPICH)
         monkeypatch.setattr(devices, "_libraries", lambda platform: ["library"])
         monkeypatch.setattr(devices._core, "device_counts", lambda: told["counts"])  # where it may be asked
         monkeypatch.setattr(devices, "detected", lambda platform, *_: told.get(platform, (False, "")))
@@ -166,11 +211,27 @@ def test_choice_of_devices(monkeypatch):
     each(CHOICES, check)
 
 
+def test_a_second_mpi(monkeypatch):
+    """JAX's plugin for Intel's devices loads one, so that a job of Open MPI's has two."""
+    monkeypatch.setattr(devices._core, "drivers", lambda: dict(INTELS))
+    monkeypatch.setattr(devices, "has_plugin", lambda platform: True)
+    monkeypatch.setattr(accelerators, "has_plugin", lambda platform: True)
+    for version, platforms, warned in [(OPEN_MPI, None, True), (OPEN_MPI, "cpu", False), (MPICH, None, False)]:
+        monkeypatch.setattr(devices.MPI, "Get_library_version", lambda version=version: version)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            devices.choose(Settings.from_environment({}), {}, platforms)
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == (warned and MPI.COMM_WORLD.rank == 0), texts
+        assert all("two MPI libraries in one process" in text for text in texts)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("JAXMPI_DEVICE_MPI", "maybe"),
         ("MPI4JAX_USE_CUDA_MPI", "2"),
+        ("MPI4JAX_USE_SYCL_MPI", "yes please"),
         ("JAXMPI_DEVICE_TRANSPORT", "short"),
         *(("JAXMPI_DEVICE_CHUNK", value) for value in ("100", "4 MiB", "²", "9" * 30)),
     ],
@@ -219,7 +280,8 @@ def program(tmp_path, *texts):
     head = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        from support import simulated
+        from jaxmpi_launch import accelerators
+from support import simulated
         simulated.begin()
         import jax, jax.numpy as jnp, jaxmpi
         from jaxmpi import _core
@@ -297,8 +359,9 @@ def test_forced(tmp_path, value):
 def test_report():
     done = launch(1, "-m", "jaxmpi.info")
     aware = simulated.TRANSPORT == "aware"
-    assert "communicates on  cpu, cuda, rocm" in done.stdout
-    transport = "callback" if simulated.BY_NCCL else simulated.TRANSPORT
+    more = ", oneapi" if simulated.TRANSPORT == "sycl" else ""
+    assert f"communicates on  cpu, cuda, rocm{more}\n" in done.stdout
+    transport = {"nccl": "callback", "mixed": "callback", "sycl": "wait"}.get(simulated.TRANSPORT, simulated.TRANSPORT)
     assert ("handed to MPI as it is" if aware else f"copied for MPI, transport: {transport}") in done.stdout
     assert ("says yes" if aware else "says no") in done.stdout
 
@@ -309,6 +372,8 @@ def test_lowering(comm):
     f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=comm))
     assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
     assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("rocm",)).as_text()
+    if simulated.TRANSPORT == "sycl":
+        assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("oneapi",)).as_text()
     with pytest.raises(NotImplementedError, match="allreduce: arrays on tpu cannot be communicated"):
         f.trace(jnp.ones(3)).lower(lowering_platforms=("tpu",))
 
@@ -318,7 +383,7 @@ def test_lowering_without_driver(comm):
     f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=comm))
     reasons = {"cuda": r"libcuda\.so\.1"} if devices.count("CUDA") == 0 else {}
     if "oneapi" in jax._src.xla_bridge.known_platforms():
-        reasons["oneapi"] = "is a C\\+\\+ object"
+        reasons["oneapi"] = "jax-oneapi-plugin, is not installed"
     for platform, reason in reasons.items():
         with pytest.raises(NotImplementedError, match=f"{reason}.*JAX_PLATFORMS=cpu"):
             f.trace(jnp.ones(3)).lower(lowering_platforms=(platform,))

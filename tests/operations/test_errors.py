@@ -522,7 +522,7 @@ def test_operations_are_named_as_users_know_them():
 def test_supports():
     assert jaxmpi.has_cuda_support() is bool(simulated.TRANSPORT)
     assert jaxmpi.has_rocm_support() is (bool(simulated.TRANSPORT) and not simulated.BY_NCCL)
-    assert jaxmpi.has_sycl_support() is False
+    assert jaxmpi.has_sycl_support() is (simulated.TRANSPORT == "sycl")
 
 
 @pytest.mark.ranks(2, 2)

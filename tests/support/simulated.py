@@ -1,6 +1,8 @@
-"""The suite on a simulated device, by `JAXMPI_TEST_DEVICE`: callback, flags, wait, aware, nccl or mixed.
+"""The suite on a simulated device, by `JAXMPI_TEST_DEVICE`: callback, flags, wait, aware, nccl, mixed or sycl.
 
-With `mixed` NCCL carries what it can, too, and ranks of odd numbers have their arrays in CPU memory.
+With `mixed` NCCL carries what it can, too, and ranks of odd numbers have their arrays in CPU memory. With `sycl` the
+device is Intel's, behind a fake libsycl, or behind the real one, if `JAXMPI_TEST_DRIVER` names the file in the folder
+that tests/device/real_sycl.cpp becomes.
 
 JAX computes on the CPU. Each operation's buffers are carried to the memory of a fake driver, which no host code can
 touch, handed to the core's handler for devices on an asynchronous stream, and carried back. `JAXMPI_FAKE_DRIVERS` is
@@ -16,7 +18,8 @@ TRANSPORT = os.environ.get("JAXMPI_TEST_DEVICE", "")
 BY_NCCL = TRANSPORT in ("nccl", "mixed")
 LEAVES = TRANSPORT in ("callback", "flags", "nccl")
 """Operations are left to the stream: their errors come later."""
-TRANSPORTS = ("callback", "flags", "wait", "aware", "nccl", "mixed")
+TRANSPORTS = ("callback", "flags", "wait", "aware", "nccl", "mixed", "sycl")
+PLATFORM = "ONEAPI" if TRANSPORT == "sycl" else "CUDA"
 
 
 def begin() -> None:
@@ -30,7 +33,10 @@ def begin() -> None:
     environment["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     if BY_NCCL:  # JAX may use devices, of which there are NVIDIA's alone
         environment |= {"JAX_PLATFORMS": "", "HIP_VISIBLE_DEVICES": "-1"}
-    if TRANSPORT == "aware":
+    if TRANSPORT == "sycl":
+        named = [str(Path(__file__).parent / "plugin"), os.environ.get("PYTHONPATH", "")]
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, named)), "JAXMPI_DEVICE_TRANSPORT": "wait"}
+    elif TRANSPORT == "aware":
         environment["LD_PRELOAD"] = str(folder / "libaware.so")
     else:
         environment["JAXMPI_DEVICE_TRANSPORT"] = "nccl" if BY_NCCL else TRANSPORT
@@ -54,18 +60,21 @@ class Device:
         from jaxmpi._primitive import lowering
 
         assert library.DEVICES.aware == (TRANSPORT == "aware"), library.DEVICES
-        assert BY_NCCL or TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
+        transport = {"sycl": "wait"}.get(TRANSPORT, TRANSPORT)
+        assert BY_NCCL or transport in (library.DEVICES.transport, "aware"), library.DEVICES
         assert library.DEVICES.nccl.version == 22809 * BY_NCCL, library.DEVICES
         folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
         self._bridge = ctypes.CDLL(str(folder / "libbridge.so"))
         self._bridge.bridge_handler.restype = ctypes.c_void_p
         self._bridge.bridge_violation.restype = ctypes.c_char_p
-        assert self._bridge.bridge_open(str(folder / "libcuda.so.1").encode()) == 0
+        driver = "libsycl.so.9" if TRANSPORT == "sycl" else "libcuda.so.1"
+        driver = os.environ.get("JAXMPI_TEST_DRIVER", driver)
+        assert self._bridge.bridge_open(str(folder / driver).encode()) == 0
         address_of = ctypes.pythonapi.PyCapsule_GetPointer
         address_of.restype, address_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         if TRANSPORT == "mixed" and library.MPI.COMM_WORLD.rank % 2 == 1:
             return
-        for name, capsule in _core.handlers()["CUDA"].items():
+        for name, capsule in _core.handlers()[PLATFORM].items():
             if name == "check" and deferring:
                 continue
             operation = name.encode()

@@ -13,9 +13,13 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._mpi.settings import Settings
-from jaxmpi_launch.accelerators import JAX_NAMES, allows
+from jaxmpi_launch.accelerators import JAX_NAMES, allows, has_plugin
 
-_MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
+_MPICH_KINDS = {"CUDA": 0, "ONEAPI": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
+_DRIVERS = {"CUDA": "cuda", "ROCM": "rocm", "ONEAPI": "ze"}
+"""The names in functions of MPI libraries that tell whether they reach a driver's memory; ze: Level Zero."""
+_KINDS = {"CUDA": "cuda", "ROCM": "rocm", "ONEAPI": "level_zero"}
+"""The kinds of memory in mpi_memory_alloc_kinds."""
 
 CHUNK = 4 << 20
 """Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
@@ -96,17 +100,19 @@ class Choice:
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
     """Return whether the MPI library can access the memory of a platform's devices, and the evidence for it."""
-    name = platform.lower()
+    name = _DRIVERS[platform]
     if "CRAY MPICH" in version:
         value = environment.get("MPICH_GPU_SUPPORT_ENABLED", "0")
         return value == "1", f"MPICH_GPU_SUPPORT_ENABLED is {value}"
     if "MVAPICH" in version:
-        names = [f"{prefix}_USE_{platform}" for prefix in ("MVP", "MV2")]
+        names = [f"{prefix}_USE_{name.upper()}" for prefix in ("MVP", "MV2")]
         on = [variable for variable in names if environment.get(variable) == "1"]
         return bool(on), f"{on[0]} is 1" if on else f"neither {names[0]} nor {names[1]} is 1"
     if version.startswith("Intel(R) MPI"):
-        value = environment.get("I_MPI_OFFLOAD", "0")
-        return platform == "SYCL" and value not in ("", "0"), f"I_MPI_OFFLOAD is {value}"
+        value, mode = environment.get("I_MPI_OFFLOAD", "0"), environment.get("I_MPI_OFFLOAD_MODE", "")
+        reached = {"cuda": "CUDA"}.get(mode, "ONEAPI")  # of AMD's devices it knows nothing
+        said = f"I_MPI_OFFLOAD is {value}{f', I_MPI_OFFLOAD_MODE is {mode}' if mode else ''}"
+        return platform == reached and value not in ("", "0"), said
     if (answer := _core.ask_mpi("MPIX_GPU_query_support", _MPICH_KINDS[platform])) is not None:
         if answer and environment.get("MPIR_CVAR_ENABLE_GPU", "1") == "0":
             return False, "MPIR_CVAR_ENABLE_GPU is 0"
@@ -118,27 +124,30 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
     if kinds:
-        listed = any(kind.strip().partition(":")[0] == name for kind in kinds.split(","))
+        listed = any(kind.strip().partition(":")[0] == _KINDS[platform] for kind in kinds.split(","))
         return listed, f"mpi_memory_alloc_kinds is {kinds}"
     return False, "the library has no way to ask for it"
 
 
 def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]:
     """Return the user's choice (on, off, or None) and the variable that makes it."""
-    applies = {"MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms}
+    applies = {"MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms, "MPI4JAX_USE_SYCL_MPI": "ONEAPI" in platforms}
     for name, value in settings.device_mpi.items():
         if applies.get(name, True):
             return value == "on", f"{name}={value}"
     return None, ""
 
 
-def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[str, str]:
+def _transport(wish: str, takes_calls: bool, aware: bool, inspects: bool, survives: bool) -> tuple[str, str]:
     """Return the way in which the core calls MPI for staged arrays, and the reason for it.
 
-    `survives`: the job goes on after a death. Then the operation that has no result because of it must raise.
+    `takes_calls`: streams of the devices take calls of MPI. `survives`: the job goes on after a death. Then the
+    operation that has no result because of it must raise.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
+    if not takes_calls and wish != "flags":  # which raises
+        return "wait", "streams of Intel's devices take no calls of MPI"
     if wish != "auto":
         return wish, f"JAXMPI_DEVICE_TRANSPORT={wish}"
     if inspects or aware:
@@ -203,6 +212,8 @@ def choose(
     # If a driver has been loaded before, by the MPI library or otherwise, MPI may query it about every pointer.
     inspects = _core.driver_loaded()
     drivers = _core.drivers()
+    if drivers.get("ONEAPI", "") is None and not has_plugin("ONEAPI"):
+        drivers["ONEAPI"] = "JAX's plugin for Intel's devices, jax-oneapi-plugin, is not installed"
     platforms = [platform for platform, why_not in drivers.items() if why_not is None]
     forced, variable = _switch(settings, platforms)
     version = MPI.Get_library_version()
@@ -213,13 +224,16 @@ def choose(
     aware = able if forced is None else forced and bool(platforms)
     called = inspects or any(answer for answer, _ in answers.values())
     by_nccl = settings.device_transport == "nccl"
-    transport, why = _transport("auto" if by_nccl else settings.device_transport, aware, called, survives)
+    takes_calls = counted != ["ONEAPI"]
+    wish = "auto" if by_nccl else settings.device_transport
+    transport, why = _transport(wish, takes_calls, aware, called, survives)
     used = any(allows(jax_platforms or "", platform) for platform in platforms)
     flags = _core.flags() if transport == "flags" and used else dict.fromkeys(counted, True)
     if without := [platform for platform in counted if not flags.get(platform)]:
         raise ValueError(
             f"JAXMPI_DEVICE_TRANSPORT=flags: the driver of {' and '.join(without)} has no functions by which streams "
-            "write values to memory and wait for them: install a newer one, or leave the variable out"
+            f"write values to memory and wait for them: {'install a newer one, or ' if takes_calls else ''}leave the "
+            "variable out"
         )
     if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
@@ -228,10 +242,17 @@ def choose(
             RuntimeWarning,
             stacklevel=2,
         )
-    wish = settings.device_chunk
-    chunk = wish if wish is not None else CHUNK if used and not aware else 0
+    if "ONEAPI" in counted and used and "Open MPI" in version and MPI.COMM_WORLD.rank == 0:
+        warnings.warn(
+            "jaxmpi: JAX's plugin for Intel's devices loads an MPI library with MPICH's ABI, and this job runs with "
+            "Open MPI: two MPI libraries in one process may disturb each other. Use MPICH, Intel MPI or Cray MPICH.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    size = settings.device_chunk
+    chunk = size if size is not None else CHUNK if used and not aware else 0
     asked = settings.device_transport == "flags"
-    rest = (chunk, wish is not None, asked, _nccl(counted if used else [], aware, survives) if by_nccl else Nccl())
+    rest = (chunk, size is not None, asked, _nccl(counted if used else [], aware, survives) if by_nccl else Nccl())
     if not platforms:
         return Choice(drivers, False, transport, "no driver", *rest)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
@@ -239,5 +260,5 @@ def choose(
 
 
 def count(platform: str) -> int:
-    """Return the number of devices of a platform that this process may use."""
-    return int(_core.device_counts().get(platform, 0))
+    """Return the number of devices of a platform that this process and JAX may use."""
+    return int(_core.device_counts().get(platform, 0)) if has_plugin(platform) else 0

@@ -170,6 +170,8 @@ def bind() -> None:
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))
         OWN_OPERATIONS[name] = _core.own_operations(name)
     for platform, handlers in _core.handlers().items():
+        if DEVICES.drivers.get(platform) is not None:  # why arrays there cannot be communicated
+            continue
         for name, capsule in handlers.items():
             stages = {"instantiate": capsule, "execute": capsule}
             jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)

@@ -51,7 +51,7 @@ class Settings:
     trace: str
     """JAXMPI_TRACE: the folder of the timeline; empty: there is none."""
     device_mpi: Mapping[str, str]
-    """JAXMPI_DEVICE_MPI, MPI4JAX_USE_CUDA_MPI: those that are set and not `auto`, as "on" or
+    """JAXMPI_DEVICE_MPI, MPI4JAX_USE_CUDA_MPI, MPI4JAX_USE_SYCL_MPI: those that are set and not `auto`, as "on" or
     "off": whether MPI is given the memory of devices."""
     device_transport: str
     """JAXMPI_DEVICE_TRANSPORT: auto, callback, flags, wait or nccl."""
@@ -75,7 +75,7 @@ class Settings:
             timeout=read.seconds("JAXMPI_TIMEOUT", 30.0),
             timeout_action=read.choice("JAXMPI_TIMEOUT_ACTION", *ACTIONS),
             trace=environment.get("JAXMPI_TRACE", ""),
-            device_mpi=read.switches("JAXMPI_DEVICE_MPI", "MPI4JAX_USE_CUDA_MPI"),
+            device_mpi=read.switches("JAXMPI_DEVICE_MPI", "MPI4JAX_USE_CUDA_MPI", "MPI4JAX_USE_SYCL_MPI"),
             device_transport=read.choice("JAXMPI_DEVICE_TRANSPORT", "auto", "callback", "flags", "wait", "nccl"),
             device_chunk=read.bytes("JAXMPI_DEVICE_CHUNK", 4096),
             spares=read.count("JAXMPI_SPARES"),

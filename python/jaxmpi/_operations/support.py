@@ -52,5 +52,6 @@ def has_rocm_support() -> bool:
 
 
 def has_sycl_support() -> bool:
-    """Return whether arrays in SYCL memory (Intel GPUs) can be communicated: not yet, see docs/gpu.md."""
-    return devices.count("SYCL") > 0
+    """Return whether arrays in SYCL memory (Intel GPUs) can be communicated: JAX's plugin for them is installed, and
+    Level Zero shows a device to this process."""
+    return devices.count("ONEAPI") > 0

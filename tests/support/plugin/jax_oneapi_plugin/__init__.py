@@ -1,0 +1,1 @@
+"""Stands for JAX's plugin for Intel's devices, which no test needs."""
