@@ -112,11 +112,15 @@ test-jax:
 	$(MAKE) test-ranks VENV=.venv-jax-$(JAX) PINNED="jax==$(JAX)" \
 	  TESTS="$(or $(TESTS),order jit ends jax_contract)"
 
-# In an environment of its own, with a gigabyte of NVIDIA's compilers.
-CUDA_COMPILER := jax jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
+# In an environment of its own, with a gigabyte of NVIDIA's compilers, or, for GPU=oneapi, 3.5 GB of Intel's (PYTHON=python3.12).
+COMPILER_cuda := jax jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
+COMPILER_oneapi := jax==0.11.2 jax-oneapi-plugin[with-oneapi]==0.11.2
+FOLDER_cuda := $(BUILD)/tests/device
+FOLDER_oneapi := .build/level-zero
 test-compiled: .build-device
-	$(MAKE) VENV=.venv-cuda PINNED="$(CUDA_COMPILER)" .venv-cuda/.ready
-	.venv-cuda/bin/python tests/suites.py compiled $(FAKES)
+	$(MAKE) VENV=.venv-$(GPU) $(if $(filter oneapi,$(GPU)),MPI=impi) PINNED="$(COMPILER_$(GPU))" .venv-$(GPU)/.ready
+	$(if $(filter oneapi,$(GPU)),tests/device/stub_level_zero.sh .venv-oneapi $(FOLDER_oneapi))
+	.venv-$(GPU)/bin/python tests/suites.py compiled --gpu $(GPU) --fakes $(abspath $(FOLDER_$(GPU)))
 
 # Intel's runtime for SYCL on the CPU, in environments of 1 and 1.5 GB: libsycl.so.8 and libsycl.so.9.
 SYCL_8 := 2025.1.1

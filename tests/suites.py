@@ -217,8 +217,12 @@ def sycl(options) -> Iterator[Command]:
 
 
 def compiled(options) -> Iterator[Command]:
-    """XLA's compiler for CUDA, without a device; `--fakes` is the folder of a driver."""
-    variables = {"JAXMPI_TEST_COMPILED": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "LD_LIBRARY_PATH": options.fakes}
+    """XLA's compiler for a GPU, without one; `--fakes` is the folder of a driver, `--gpu` JAX's name of the platform."""
+    variables = {
+        "JAXMPI_TEST_COMPILED": options.gpu,
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "LD_LIBRARY_PATH": options.fakes,
+    }
     yield pytest("compiled", options, ranks=2, **variables)
 
 

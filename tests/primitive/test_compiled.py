@@ -1,6 +1,7 @@
 """What XLA makes of operations for a GPU, without one: `make test-compiled`.
 
-XLA compiles for a description of a device, and jaxmpi finds the driver of tests/device. Nothing is executed. A compiler
+XLA compiles for a description of a device, of NVIDIA's or, with the value `oneapi`, of Intel's. jaxmpi finds the driver of
+tests/device, or JAX's plugin for Intel's devices. Nothing is executed. A compiler
 that cannot stand an operation beside what surrounds it ends the process, which fails the job.
 """
 
@@ -18,9 +19,11 @@ from primitive.test_slices import LENGTH, ROWS, WAYS
 from primitive.test_slices import OPERATIONS as SLICED
 from support.table import CASES
 
-pytestmark = pytest.mark.skipif("JAXMPI_TEST_COMPILED" not in os.environ, reason="make test-compiled")
+PLATFORM = os.environ.get("JAXMPI_TEST_COMPILED", "")
+pytestmark = pytest.mark.skipif(not PLATFORM, reason="make test-compiled")
 
-DEVICE = """
+DEVICES = {
+    "cuda": """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -32,15 +35,27 @@ gpu_device_info {
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-"""Of the GPU that XLA compiles for, in the text form of XLA's GpuTargetConfigProto."""
+""",
+    "oneapi": """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 131072 shared_memory_per_core: 131072
+  threads_per_core_limit: 1024 core_count: 448 fpus_per_core: 32
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 1600000000000 l2_cache_size: 204800000 clock_rate_ghz: 1.6 device_memory_size: 68719476736
+  shared_memory_per_block_optin: 131072 oneapi_compute_capability { architecture: "pvc" }
+}
+platform_name: "SYCL"
+device_description_str: "Intel Data Center GPU Max 1550"
+""",
+}
+"""Of the GPUs that XLA compiles for, in the text form of XLA's GpuTargetConfigProto."""
 
 
 @pytest.fixture(scope="module")
 def sharding():
     from jax.experimental import topologies
 
-    target = topologies.get_topology_desc("1x1x1", platform="cuda", target_config=DEVICE, topology="1x1x1")
+    target = topologies.get_topology_desc("1x1x1", platform=PLATFORM, target_config=DEVICES[PLATFORM], topology="1x1x1")
     return jax.sharding.SingleDeviceSharding(target.devices[0])
 
 
@@ -50,7 +65,7 @@ CALL = re.compile(r'custom_call_target\s*=\s*"(jaxmpi_[a-z_]+)|custom_call @(jax
 def compare(f, sharding, *operands):
     """Compiles f for the GPU. XLA keeps each call of the program, and makes no further one."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
-    lowered = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(f).trace(*shapes).lower(lowering_platforms=(PLATFORM,))
     given, made = lowered.as_text(), lowered.compile().as_text()
     calls = [sorted(max(found) for found in CALL.findall(text)) for text in (given, made)]
     assert calls[0], "nothing communicates"
@@ -99,7 +114,7 @@ def test_fields_stay_where_they_are(sharding, comm):
     grid = jaxmpi.Grid((comm.size, 1), shape=(64 * comm.size, 64), periodic=True, comm=comm)
     shape = jax.ShapeDtypeStruct((66, 66), jnp.float32, sharding=sharding)
     steps = jax.jit(lambda x: lax.fori_loop(0, 9, lambda _, x: grid.exchange(jnp.sin(x)), x), donate_argnums=0)
-    made = steps.trace(shape).lower(lowering_platforms=("cuda",)).compile().as_text()
+    made = steps.trace(shape).lower(lowering_platforms=(PLATFORM,)).compile().as_text()
     (call,) = (line for line in made.splitlines() if 'custom_call_target="jaxmpi_exchange"' in line)
     assert not re.search(r"\[66,66\]", call)
     assert not re.search(r"f32\[66,66\]\S* copy\(", made)
@@ -128,7 +143,7 @@ def test_order(sharding, rank):
         return jaxmpi.scan(z, MPI.SUM) + y
 
     shape = jax.ShapeDtypeStruct((LENGTH,), jnp.float32, sharding=sharding)
-    made = jax.jit(several).trace(shape).lower(lowering_platforms=("cuda",)).compile().as_text()
+    made = jax.jit(several).trace(shape).lower(lowering_platforms=(PLATFORM,)).compile().as_text()
     assert [max(found) for found in CALL.findall(made)] == [
         f"jaxmpi_{name}" for name in ("bcast", "barrier", "allreduce", "scan")
     ]
