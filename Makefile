@@ -61,8 +61,12 @@ $(VENV)/.test $(VENV)/.clients $(VENV)/.lint $(VENV)/.docs $(VENV)/.packaging $(
 $(READY): $(VENV)/.built $(VENV)/.test
 	@touch $@
 
-demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
+demo: .demo-begins $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
+	@echo "For programs of your own: . $(BIN)/activate, and then python -m jaxmpi.run -n 2 program.py"
+.PHONY: .demo-begins
+.demo-begins:
+	@$(if $(wildcard $(VENV)/.installed),,echo "This installs JAX and an MPI in $(VENV)$(comma) compiles the package and runs a model: some two minutes.")
 
 test: $(READY) ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
 	$(SUITES) each-time

@@ -19,7 +19,7 @@ autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
-html_title = "jaxmpi"
+html_title = f"jaxmpi {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False

@@ -12,7 +12,7 @@ halos of all fields at once, from inside the jitted time loop. Only rounding dep
     mpiexec -n 3 python shallow_water.py --days 10 --output sea.zarr --checkpoints saved --restart
 
 A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
-where they are. `--output` writes h, u and v of many times, for xarray and others (`pip install 'jaxmpi[io]'`).
+where they are. `--output` writes h, u and v of many times, for xarray and others (`pip install 'zarr>=3'`).
 `--checkpoints` keeps the last states. `--restart` goes on from them, on any number of processes.
 A benchmark prints one line, `Solution took 12.34 s`, without compilation.
 With as many processes as cores, one XLA thread each is fastest: `PJRT_NPROC=1`.

@@ -13,7 +13,7 @@ energy of a Taylor-Green vortex is compared with a formula.
 
 A run shows a progress bar, prints the comparisons, writes `turbulence.png` (if asked, `turbulence.gif` too) and prints
 where they are. `--output` writes the vorticity of many times. `--checkpoints` keeps the last states. `--restart` goes
-on from them, on any number of processes (`pip install 'jaxmpi[io]'`).
+on from them, on any number of processes (`pip install 'zarr>=3'`).
 
 The equation of the vorticity w, for a square of side 2 pi and times without units:
 

@@ -217,7 +217,7 @@ def sycl(options) -> Iterator[Command]:
 
 
 def compiled(options) -> Iterator[Command]:
-    """XLA's compiler for a GPU, without one; `--fakes` is the folder of a driver, `--gpu` JAX's name of the platform."""
+    """XLA's compiler for a GPU, without one; `--fakes` is the folder of a driver, `--gpu` JAX's platform."""
     variables = {
         "JAXMPI_TEST_COMPILED": options.gpu,
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",

@@ -6,7 +6,7 @@
 
 #include "base/symbols.h"
 
-#ifdef __x86_64__
+#if defined __x86_64__ && defined __linux__
 
 #include <unwind.h>
 
@@ -32,9 +32,12 @@ extern const char exceptions_landing[];
 _Unwind_Reason_Code exceptions_personality(int version, _Unwind_Action actions, _Unwind_Exception_Class class,
                                            struct _Unwind_Exception *exception, struct _Unwind_Context *context);
 
-/* The frame stops all exceptions, and lets the end of a thread pass (pthread_exit, pthread_cancel). */
-_Unwind_Reason_Code exceptions_personality(int version, _Unwind_Action actions, _Unwind_Exception_Class class,
-                                           struct _Unwind_Exception *exception, struct _Unwind_Context *context) {
+/* The frame stops all exceptions, and lets the end of a thread pass (pthread_exit, pthread_cancel). Only the assembly
+ * names it. */
+__attribute__((used)) _Unwind_Reason_Code exceptions_personality(int version, _Unwind_Action actions,
+                                                                 _Unwind_Exception_Class class,
+                                                                 struct _Unwind_Exception *exception,
+                                                                 struct _Unwind_Context *context) {
   (void)class;
   if (version != 1) return _URC_FATAL_PHASE1_ERROR;
   if (actions & _UA_FORCE_UNWIND) return _URC_CONTINUE_UNWIND;
@@ -76,9 +79,11 @@ __asm__(
     ".cfi_endproc\n"
     ".size exceptions_frame, . - exceptions_frame\n");
 
-/* An exception of GCC's C++ runtime that was thrown, and not rethrown from another one: the object lies behind. */
-static bool has_object(const struct _Unwind_Exception *exception) {
-  return memcmp(&exception->exception_class, "\0++CCUNG", sizeof exception->exception_class) == 0;
+/* Whether it is an exception of GCC's C++ runtime, thrown (0), in which case the object lies behind, or rethrown (1).
+ */
+static bool is_cxx(const struct _Unwind_Exception *exception, char kind) {
+  const char *class = (const char *)&exception->exception_class;
+  return class[0] == kind && memcmp(class + 1, "++CCUNG", 7) == 0;
 }
 
 bool exceptions_catch(void (*function)(void *), void *data, const struct exception_class *class, char text[],
@@ -86,8 +91,9 @@ bool exceptions_catch(void (*function)(void *), void *data, const struct excepti
   struct _Unwind_Exception *caught;
   if (exceptions_frame(function, data, &caught) == 0) return false;
   cxx.begin_catch(caught);
-  const char *const *type = cxx.current_type(), *name = type != NULL ? type[1] : "an exception of another language";
-  bool known = strcmp(name, class->name) == 0 && has_object(caught);
+  const char *const *type = is_cxx(caught, 0) || is_cxx(caught, 1) ? cxx.current_type() : NULL;
+  const char *name = type != NULL ? type[1] : "an exception of another language";
+  bool known = strcmp(name, class->name) == 0 && is_cxx(caught, 0);
   snprintf(text, room, "%s", known ? class->what(caught + 1) : name);
   cxx.end_catch();
   return true;

@@ -11,9 +11,7 @@
  *
  * Threads: as in base/memory.h. contexts_lock is held for a moment, and so is the lock of an event.
  */
-#define _GNU_SOURCE
 #include <dlfcn.h>
-#include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -26,7 +24,8 @@
 #include "devices/spaces.h"
 #include "devices/transport.h"
 
-/* A sycl::queue, event, context or device is a std::shared_ptr. */
+/* A sycl::queue, event or context is a std::shared_ptr, and in libsycl.so.8 a device is, too. In libsycl.so.9 a device
+ * is a pointer alone, behind which the room that we give stays as it is: zeros, so that nothing is released. */
 struct shared {
   void *implementation;
   struct counted { /* of libstdc++ */
@@ -62,7 +61,7 @@ enum { THROWN = 1, NO_MEMORY = 2, NOT_FOUND = 3 };
 
 static char not_found[512]; /* why the library cannot be used */
 
-static void *find_library(void) {
+static void *find_library(const char **name) {
   static const char *const names[] = {"libsycl.so.9", "libsycl.so.8"};
   void *found = NULL, *library;
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -74,10 +73,12 @@ static void *find_library(void) {
       return NULL;
     }
     found = library;
+    *name = names[i];
   }
   if (found == NULL)
     snprintf(not_found, sizeof not_found,
-             "this process has neither libsycl.so.8 nor libsycl.so.9, the versions that jaxmpi knows");
+             "this process has neither libsycl.so.8 nor libsycl.so.9, which jaxmpi knows: install a "
+             "jax-oneapi-plugin[with-oneapi] that brings one of them");
   return found;
 }
 
@@ -87,14 +88,14 @@ static void load(void) {
 #include "devices/sycl.def"
 #undef FUNCTION
       {NULL, 0, false}};
-  void *library = find_library();
+  const char *name = "";
+  void *library = find_library(&name);
   if (library == NULL) return;
   const char *missing = symbols_load(library, symbols, &sycl);
   if (missing == NULL) missing = exceptions_load(library);
-  struct link_map *map = NULL;
-  if (missing != NULL && dlinfo(library, RTLD_DI_LINKMAP, &map) == 0)
-    snprintf(not_found, sizeof not_found, "%s has no %s: jaxmpi knows libsycl.so.8 and libsycl.so.9", map->l_name,
-             missing);
+  if (missing != NULL)
+    snprintf(not_found, sizeof not_found, "%s has no %s: install another version of jax-oneapi-plugin[with-oneapi]",
+             name, missing);
 }
 
 /* --- calls --- */
@@ -268,7 +269,7 @@ static int zero(void *device, size_t bytes, void *stream) {
 
 /* A queue like XLA's: of the same context and device, and in order. */
 static int stream_make(void **stream) {
-  object context, device;
+  object context = {{NULL, NULL}}, device = {{NULL, NULL}};
   struct arguments a = {.queue = entered, .context = &context, .device = &device, .made = calloc(1, sizeof(object))};
   if (a.made == NULL) return memory_checked("calloc", NO_MEMORY);
   int code = CALL(queue_properties, &a);
@@ -316,6 +317,8 @@ static int event_free(void *of) {
   return 0;
 }
 
+/* For XLA's queues, which measure times (property::queue::enable_profiling), the library makes a barrier here. For
+ * another queue in order libsycl.so.8 may return the event of an earlier copy. */
 static int event_record(void *of, void *stream) {
   struct event *event = of;
   object made;
@@ -364,8 +367,8 @@ static void text(int code, const char **name, const char **words) {
 
 const struct memory memory_sycl = {
     .platform = "ONEAPI",
-#ifndef __x86_64__
-    .absent = "jaxmpi reaches Intel's devices on x86-64 processors alone",
+#if !defined __x86_64__ || !defined __linux__
+    .absent = "jaxmpi reaches Intel's devices on Linux with x86-64 processors alone",
 #endif
     .handlers = handlers,
     .run = transport_run,

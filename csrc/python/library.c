@@ -104,11 +104,6 @@ static PyObject *handlers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) 
 
 static PyObject *why_not(const struct memory *space) { return Py_BuildValue("z", memory_open(space)); }
 
-static PyObject *count_of(const struct memory *space) {
-  int devices = 0;
-  return PyLong_FromLong(space->count(&devices) == 0 ? devices : 0);
-}
-
 static PyObject *has_flags(const struct memory *space) {
   return PyBool_FromLong(space->has_flags != NULL && space->has_flags());
 }
@@ -118,10 +113,22 @@ static PyObject *drivers(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
   return of_spaces(why_not, true, false);
 }
 
-/* Return {platform: number of devices that this process may use}. For each platform whose driver is there; 0 where the
- * driver finds none or refuses. */
-static PyObject *device_counts(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
-  return of_spaces(count_of, false, false);
+/* Return the space of a platform, NULL if there is none. */
+static const struct memory *space_of(const char *platform) {
+  const struct memory *const *space = memory_spaces;
+  while (*space != NULL && strcmp((*space)->platform, platform) != 0) space++;
+  return *space;
+}
+
+/* Return how many devices of a platform this process may use; 0 where no driver is there, or the driver finds none or
+ * refuses. */
+static PyObject *device_count(PyObject *Py_UNUSED(self), PyObject *args) {
+  const char *platform;
+  int devices = 0;
+  if (!PyArg_ParseTuple(args, "s", &platform)) return NULL;
+  const struct memory *space = space_of(platform);
+  bool asked = space != NULL && !space->host && memory_open(space) == NULL;
+  return PyLong_FromLong(asked && space->count(&devices) == 0 ? devices : 0);
 }
 
 /* Return {platform: whether its driver has streams that wait for values in memory}. For each platform whose driver is
@@ -142,11 +149,10 @@ static PyObject *open_nccl(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *platform, *path;
   char why[512];
   if (!PyArg_ParseTuple(args, "ss", &platform, &path)) return NULL;
-  const struct memory *const *space = memory_spaces;
-  while (*space != NULL && strcmp((*space)->platform, platform) != 0) space++;
-  if (*space == NULL || (*space)->host || memory_open(*space) != NULL)
+  const struct memory *space = space_of(platform);
+  if (space == NULL || space->host || memory_open(space) != NULL)
     return PyErr_Format(PyExc_ValueError, "there is no driver of %s", platform);
-  int version = nccl_open(*space, path, why, sizeof why);
+  int version = nccl_open(space, path, why, sizeof why);
   return version > 0 ? PyLong_FromLong(version) : PyUnicode_FromString(why);
 }
 
@@ -155,7 +161,7 @@ PyMethodDef library_methods[] = {
     {"ask_mpi", ask_mpi, METH_VARARGS, NULL},
     {"handlers", handlers, METH_NOARGS, NULL},
     {"drivers", drivers, METH_NOARGS, NULL},
-    {"device_counts", device_counts, METH_NOARGS, NULL},
+    {"device_count", device_count, METH_VARARGS, NULL},
     {"flags", flags, METH_NOARGS, NULL},
     {"driver_loaded", driver_loaded, METH_NOARGS, NULL},
     {"open_nccl", open_nccl, METH_VARARGS, NULL},

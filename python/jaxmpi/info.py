@@ -36,9 +36,8 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "devices", ", ".join(str(device) for device in jax.devices())
     choice = library.DEVICES
     yield "communicates on", ", ".join(choice.communicated)
-    for name, number in _core.device_counts().items():
-        if name in choice.platforms:
-            yield f"{name} devices", str(number)
+    for name in choice.platforms:
+        yield f"{name} devices", str(_core.device_count(name))
     for name, why_not in choice.drivers.items():
         if why_not is not None:
             yield f"no {name}", why_not

@@ -1,6 +1,6 @@
 """Files with the state of a computation. All ranks write and read them, on any number of ranks. See docs/files.md.
 
-Needs zarr, which the first call imports: pip install 'jaxmpi[io]'.
+Needs zarr, which the first call imports: pip install 'zarr>=3'.
 """
 
 from jaxmpi._files.loading import load

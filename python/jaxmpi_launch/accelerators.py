@@ -3,12 +3,13 @@
 When Python runs this file as a script, it prints the devices that the process sees.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ _NARROWED = (
     "ROCR_VISIBLE_DEVICES",
     "GPU_DEVICE_ORDINAL",
     "ZE_AFFINITY_MASK",
-    "ONEAPI_DEVICE_SELECTOR",
 )
+_CHOSEN_BY_INTEL = ("ONEAPI_DEVICE_SELECTOR", "I_MPI_OFFLOAD", "I_MPI_OFFLOAD_PIN")
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -73,7 +74,10 @@ def undecided(environment: Mapping[str, str]) -> list[str]:
     return [
         platform
         for platform in PLACED
-        if not environment.get(f"JAX_{platform}_VISIBLE_DEVICES") and allows(named, platform)
+        if not environment.get(f"JAX_{platform}_VISIBLE_DEVICES")
+        and allows(named, platform)
+        # Of these the drivers that are asked know nothing: SYCL's own choice, and Intel MPI's, at MPI_Init.
+        and not (platform == "ONEAPI" and any(environment.get(name, "0") != "0" for name in _CHOSEN_BY_INTEL))
     ]
 
 
@@ -107,23 +111,23 @@ def core_file() -> str:
     return next((spec.origin or "" for spec in specs if spec is not None), "")
 
 
-def _ask_drivers(core_file: str) -> dict[str, int]:
-    """Ask the core for the platforms whose driver is installed, with the number of devices for this process."""
+def _ask_drivers(core_file: str, platforms: Sequence[str]) -> dict[str, int]:
+    """Ask the core for the number of devices of each platform that this process may use."""
     spec = importlib.util.spec_from_file_location("jaxmpi._core", core_file)
     if spec is None or spec.loader is None:
         return {}
     core = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(core)
-    return core.device_counts()
+    return {platform: core.device_count(platform) for platform in platforms}
 
 
-def device_counts() -> dict[str, int]:
-    """Return how many devices of each platform this rank may use; empty if the drivers cannot be asked.
+def device_counts(platforms: Sequence[str]) -> dict[str, int]:
+    """Return how many devices of each of these platforms this rank may use; empty if the drivers cannot be asked.
 
     A separate process asks. If this process loaded a driver, jaxmpi would later believe that the MPI library uses the
     driver, and processes that the program forks could not use it.
     """
-    command = [sys.executable, "-S", __file__, core_file()]
+    command = [sys.executable, "-S", __file__, core_file(), *platforms]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, check=True)
         return json.loads(done.stdout)
@@ -135,12 +139,13 @@ def take(config: Any, may_assign: bool = True) -> None:
     """Choose, and pass the choice to JAX's `config`: JAX does not read these variables itself."""
     global decided
     decided = True
-    if may_assign and local_rank(os.environ) is not None and undecided(os.environ):
-        os.environ.update(assign(device_counts(), os.environ))
+    if may_assign and local_rank(os.environ) is not None and (platforms := undecided(os.environ)):
+        os.environ.update(assign(device_counts(platforms), os.environ))
     for platform in PLACED:
         if value := os.environ.get(f"JAX_{platform}_VISIBLE_DEVICES"):
-            config.update(f"jax_{JAX_NAMES[platform]}_visible_devices", value)
+            with contextlib.suppress(AttributeError):  # a JAX that does not know the platform
+                config.update(f"jax_{JAX_NAMES[platform]}_visible_devices", value)
 
 
 if __name__ == "__main__":
-    print(json.dumps(_ask_drivers(sys.argv[1])))
+    print(json.dumps(_ask_drivers(sys.argv[1], sys.argv[2:])))

@@ -56,6 +56,12 @@ static void looked_for(const char *one, const char *other, const char *expected)
   CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
+/* What the library does not write must not be read. */
+__attribute__((noinline)) static void dirty_the_stack(void) {
+  volatile unsigned char room[1 << 14];
+  for (size_t i = 0; i < sizeof room; i++) room[i] = 0xaa;
+}
+
 static void memory_and_exceptions(void) {
   enum { BYTES = 1000, COPIES = 40000, EXCEPTIONS = 20000 };
   void *stream = driver->stream(), *context, *before, *pinned, *queue, *event, *device = driver->allocate(BYTES);
@@ -83,6 +89,7 @@ static void memory_and_exceptions(void) {
     driver->fail(functions[i], 1, FAKE_LAUNCH_FAILURE);
     CHECK(says(space->stream_make(&queue), functions[i], "launch failure") && driver->live_events == 0);
   }
+  dirty_the_stack();
   CHECK(space->stream_make(&queue) == 0 && driver->live_streams == 1);
   /* an event that was never recorded is waited for by nobody, and one that is recorded again leaves nothing */
   CHECK(space->event_make(&event) == 0 && space->event_synchronize(event) == 0 &&
@@ -106,8 +113,7 @@ int main(int argc, char **argv) {
   CHECK(memory_open(space) == NULL && space->call == NULL);
   looked_for(NULL, NULL, "neither libsycl.so.8 nor libsycl.so.9");
   looked_for(argv[1], argv[2], "both libsycl.so.9 and libsycl.so.8");
-  looked_for(argv[2], NULL,
-             "libsycl_empty.so has no _ZN4sycl3_V15event4waitEv: jaxmpi knows libsycl.so.8 and libsycl.so.9");
+  looked_for(argv[2], NULL, "libsycl.so.8 has no _ZN4sycl3_V15event4waitEv: install another version");
   void *symbol = dlsym(open_library(argv[1]), "fake_driver");
   struct fake_driver *(*get)(void) = NULL;
   memcpy(&get, &symbol, sizeof get);

@@ -58,6 +58,9 @@ def test_launchers(environment, place):
             {"JAX_ONEAPI_VISIBLE_DEVICES": "1", FRACTION: "0.37"},
         ),
         ({"ONEAPI": 1}, ranked(7, 12, ZE_AFFINITY_MASK="3"), {}),
+        ({"ONEAPI": 4}, ranked(3, 4, ONEAPI_DEVICE_SELECTOR="level_zero:2"), {}),
+        ({"ONEAPI": 4}, ranked(3, 4, I_MPI_OFFLOAD="1"), {}),
+        ({"ONEAPI": 4}, ranked(3, 4, I_MPI_OFFLOAD="0"), {"JAX_ONEAPI_VISIBLE_DEVICES": "3"}),
         ({"CUDA": 4}, {"FLUX_TASK_LOCAL_ID": "6"}, cuda("2")),
         ({"CUDA": 4}, {}, {}),
         ({}, ranked(1, 2), {}),
@@ -99,7 +102,7 @@ def test_devices_that_jax_has_no_plugin_for():
 
 def test_drivers_are_asked_only_for_a_choice(monkeypatch):
     asked = []
-    monkeypatch.setattr(accelerators, "device_counts", lambda: asked.append("asked") or {"CUDA": 4})
+    monkeypatch.setattr(accelerators, "device_counts", lambda platforms: asked.append("asked") or {"CUDA": 4})
     for environment, times, options in [
         ({}, 0, {}),
         (ranked(1, 2, JAX_PLATFORMS="cpu"), 0, {}),
@@ -116,7 +119,7 @@ def test_drivers_are_asked_only_for_a_choice(monkeypatch):
 
 def test_no_driver_no_counts(monkeypatch):
     monkeypatch.setattr(accelerators.sys, "executable", "/nowhere/python")
-    assert accelerators.device_counts() == {}
+    assert accelerators.device_counts(["CUDA"]) == {}
 
 
 def test_switch(tmp_path):

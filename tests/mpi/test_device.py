@@ -57,6 +57,9 @@ CUDA, GPU = "MPIX_Query_cuda_support", "MPIX_GPU_query_support"
             "I_MPI_OFFLOAD_MODE is cuda",
         ),
         ("ONEAPI", INTEL, {}, {}, False, "I_MPI_OFFLOAD is 0"),
+        ("ONEAPI", INTEL, {}, {"I_MPI_OFFLOAD": "off"}, False, "I_MPI_OFFLOAD is off"),
+        ("ONEAPI", "Intel(R) MPI Library 2021.9", {}, {"I_MPI_OFFLOAD": "1"}, False, "I_MPI_OFFLOAD is 1"),
+        ("ONEAPI", "Intel(R) MPI Library 2021.9", {}, {"I_MPI_OFFLOAD": "2"}, True, "I_MPI_OFFLOAD is 2"),
         ("ONEAPI", MPICH, {(GPU, 0): True, (GPU, 1): False}, {}, False, "says no to ze"),
         ("ONEAPI", MPICH, {(GPU, 1): True}, {}, True, "says yes to ze"),
         ("ONEAPI", CRAY, {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
@@ -196,7 +199,8 @@ def test_choice_of_devices(monkeypatch):
         monkeypatch.setattr(devices._core, "open_nccl", lambda platform, path: told["nccl"])
         monkeypatch.setattr(devices.MPI, "Get_library_version", lambda: MPICH)
         monkeypatch.setattr(devices, "_libraries", lambda platform: ["library"])
-        monkeypatch.setattr(devices._core, "device_counts", lambda: told["counts"])  # where it may be asked
+        count = lambda platform: told["counts"][platform]  # noqa: E731 ; where it may be asked
+        monkeypatch.setattr(devices._core, "device_count", count)
         monkeypatch.setattr(devices, "detected", lambda platform, *_: told.get(platform, (False, "")))
         settings = Settings.from_environment(environment)
         if isinstance(expected, str):
@@ -280,8 +284,7 @@ def program(tmp_path, *texts):
     head = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        from jaxmpi_launch import accelerators
-from support import simulated
+        from support import simulated
         simulated.begin()
         import jax, jax.numpy as jnp, jaxmpi
         from jaxmpi import _core

@@ -1,7 +1,7 @@
 """What XLA makes of operations for a GPU, without one: `make test-compiled`.
 
-XLA compiles for a description of a device, of NVIDIA's or, with the value `oneapi`, of Intel's. jaxmpi finds the driver of
-tests/device, or JAX's plugin for Intel's devices. Nothing is executed. A compiler
+XLA compiles for a description of a device: of NVIDIA's or, with the value `oneapi`, of Intel's. jaxmpi finds the driver
+of tests/device, or JAX's plugin for Intel's devices. Nothing is executed. A compiler
 that cannot stand an operation beside what surrounds it ends the process, which fails the job.
 """
 

@@ -33,7 +33,7 @@ def need(operation: str) -> Any:
         import google_crc32c  # noqa: F401
         import zarr.abc.codec  # zarr 2 lacks it
     except ImportError as error:
-        advice = "pip install 'jaxmpi[io]', with Python 3.11 or newer"
+        advice = "pip install 'zarr>=3', with Python 3.11 or newer"
         raise ImportError(f"{operation}: files need zarr 3 or newer: {advice} ({error})") from error
     return zarr
 

@@ -5,6 +5,7 @@ Only a driver's library is loaded, if it is installed: no SDK. No device is open
 
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,10 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
         value, mode = environment.get("I_MPI_OFFLOAD", "0"), environment.get("I_MPI_OFFLOAD_MODE", "")
         reached = {"cuda": "CUDA"}.get(mode, "ONEAPI")  # of AMD's devices it knows nothing
         said = f"I_MPI_OFFLOAD is {value}{f', I_MPI_OFFLOAD_MODE is {mode}' if mode else ''}"
-        return platform == reached and value not in ("", "0"), said
+        # Before 2021.14 the value 1 leaves the loading of Level Zero to the program, which does so later.
+        found = re.search(r"2021\.(\d+)", version)
+        least = 2 if found is not None and int(found[1]) < 14 else 1
+        return platform == reached and value.isdecimal() and int(value) >= least, said
     if (answer := _core.ask_mpi("MPIX_GPU_query_support", _MPICH_KINDS[platform])) is not None:
         if answer and environment.get("MPIR_CVAR_ENABLE_GPU", "1") == "0":
             return False, "MPIR_CVAR_ENABLE_GPU is 0"
@@ -193,8 +197,7 @@ def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
     """
     allowed = [platform for platform in platforms if allows(jax_platforms, platform)]
     if len(allowed) > 1:  # only then is a driver asked, because that takes time
-        counts = _core.device_counts()
-        allowed = [platform for platform in allowed if counts.get(platform)]
+        allowed = [platform for platform in allowed if _core.device_count(platform) > 0]
     return allowed or platforms
 
 
@@ -232,8 +235,8 @@ def choose(
     if without := [platform for platform in counted if not flags.get(platform)]:
         raise ValueError(
             f"JAXMPI_DEVICE_TRANSPORT=flags: the driver of {' and '.join(without)} has no functions by which streams "
-            f"write values to memory and wait for them: {'install a newer one, or ' if takes_calls else ''}leave the "
-            "variable out"
+            f"write values to memory and wait for them: {'' if 'ONEAPI' in without else 'install a newer one, or '}"
+            "leave the variable out"
         )
     if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
@@ -261,4 +264,4 @@ def choose(
 
 def count(platform: str) -> int:
     """Return the number of devices of a platform that this process and JAX may use."""
-    return int(_core.device_counts().get(platform, 0)) if has_plugin(platform) else 0
+    return _core.device_count(platform) if has_plugin(platform) else 0
