@@ -82,7 +82,8 @@ def test_dependencies_that_errors_name():
 
 def test_dependencies_of_conda():
     run, host = conda("run"), conda("host")
-    assert run.pop("python") == host.pop("python") == ""
+    oldest = stated("requires-python").removeprefix(">=")
+    assert run.pop("python") == host.pop("python") == oldest
     assert host.pop("pip") == ""
     assert run == RUN
     assert host == BUILD
