@@ -18,7 +18,7 @@ def test_zarr_is_missing(comm, folder, monkeypatch):
         lambda: io.Writer(folder / "w"),
     ):
         with pytest.raises(
-            ImportError, match=r"files need zarr 3 or newer: pip install 'jaxmpi\[io\]', with Python 3.11"
+            ImportError, match=r"files need zarr 3 or newer: pip install 'zarr>=3', with Python 3.11"
         ):
             call()
     comm.Barrier()
