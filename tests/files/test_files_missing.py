@@ -17,9 +17,7 @@ def test_zarr_is_missing(comm, folder, monkeypatch):
         lambda: io.checkpoint(folder / "states", {"x": jnp.zeros(3)}),
         lambda: io.Writer(folder / "w"),
     ):
-        with pytest.raises(
-            ImportError, match=r"files need zarr 3 or newer: pip install 'zarr>=3', with Python 3.11"
-        ):
+        with pytest.raises(ImportError, match=r"files need zarr 3 or newer: pip install 'zarr>=3', with Python 3.11"):
             call()
     comm.Barrier()
     assert not list(folder.iterdir())
