@@ -119,6 +119,8 @@ def random_faults(options) -> Iterator[Command]:
 def clients(options) -> Iterator[Command]:
     options.brief = False
     yield pytest("clients", options, ranks=2, JAXMPI_TEST_CLIENTS="1")
+    for ranks in (1, 2, 4):
+        yield pytest("docs", options, "-k", "training or sampling", ranks=ranks)
 
 
 def packaging(options) -> Iterator[Command]:

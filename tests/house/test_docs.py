@@ -26,6 +26,8 @@ from support.table import NEW_JAX  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_LIBRARIES = {"training": ("equinox", "optax"), "sampling": ("numpyro", "blackjax")}
+"""What pages need beside the tests' own packages: `make test-clients` runs these pages, also on four ranks."""
 SHOWN = "what the ranks print in an example: set by the test"
 
 pytestmark = pytest.mark.seconds(300)
@@ -79,13 +81,17 @@ def _case(page):
     return pytest.param(page, marks=pytest.mark.nightly if page.stem == "gradients" else ())
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("page", [_case(page) for page in PAGES], ids=lambda page: page.name)
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
         pytest.skip("derivatives are on most pages")
-    if page.stem in ("files", "slurm"):
+    if comm.size > 2 and page.stem not in OF_LIBRARIES:
+        pytest.skip("on one rank and on two")
+    if page.stem in ("files", "slurm", "training"):
         pytest.importorskip("zarr", minversion="3")
+    for library in OF_LIBRARIES.get(page.stem, ()):
+        pytest.importorskip(library)
     terminated = signal.getsignal(signal.SIGTERM)
     with mock.patch.dict(os.environ), jax.enable_x64(False), tempfile.TemporaryDirectory() as folder:
         monkeypatch.chdir(comm.bcast(folder))
