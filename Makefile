@@ -72,6 +72,7 @@ test: $(READY) ## what every change needs: the suite on 2 ranks, most tests that
 	$(SUITES) each-time
 	$(MAKE) test-c
 
+test-all: export LIMIT = 5400
 test-all: $(READY) ## all tests: 1, 2 and 4 ranks, optimized code dispatched synchronously, a simulated device, the C tests
 	$(SUITES) all
 	$(MAKE) test-clients

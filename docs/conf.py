@@ -1,6 +1,8 @@
 """The documentation site: `make docs` writes it to output/docs."""
 
+import ast
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 project = "jaxmpi"
 copyright = "the authors of jaxmpi"
@@ -24,3 +26,17 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_show_sourcelink = False
+
+
+def write_programs(folder: Path, examples: Path) -> None:
+    """Write one page for each example: the docstring, which is Markdown, the picture, if there is one, and the source."""
+    folder.mkdir(exist_ok=True)
+    for source in sorted(examples.glob("*.py")):
+        first, _, rest = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")
+        picture = folder.parent / "gallery" / f"{source.stem}.png"
+        shown = f"![{first}](../gallery/{picture.name})\n\n" if picture.exists() else ""
+        code = f"```{{literalinclude}} ../../examples/{source.name}\n```\n"
+        (folder / f"{source.stem}.md").write_text(f"# {source.name}\n\n{first}\n\n{shown}{rest}\n\n## Source\n\n{code}")
+
+
+write_programs(Path(__file__).parent / "programs", Path(__file__).parents[1] / "examples")

@@ -218,7 +218,7 @@ class Transform(Local):
           This rank's block by `physical_grid`. It is real with `real`, and also without a Fourier transform along any
           axis if `y` is real. Otherwise it is complex.
 
-        Raises: as `forward`.
+        It raises the errors of `forward`.
         """
         return self._backward(y, "Transform.backward", "y")
 
@@ -502,7 +502,7 @@ def _documented(text: str, more: str = "") -> Callable[..., Any]:
     Returns:
       This rank's block of the result: by `Transform(grid, axes, natural=True).spectral_grid`, or by `grid`.
 
-    Raises: as `Transform` and its methods.
+    It raises the errors of `Transform` and its methods.
     """
         return function
 

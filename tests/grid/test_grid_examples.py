@@ -1,4 +1,4 @@
-"""The examples of divided fields: any number of ranks, with parts that are not equal, gives what one alone does."""
+"""The examples of divided fields, and of divided weights: any number of ranks, with parts that are not equal, gives what one alone does."""
 
 import itertools
 import re
@@ -92,6 +92,26 @@ def test_turbulence(tmp_path, case):
     below |= {".*formula: relative error ": 1e-9} if case == "taylor-green" else {}
     _, states = run_on_each(tmp_path, "turbulence", RANKS, *arguments, alike=1e-9, below=below)
     assert np.ptp(states[0]["w"]) > 0.5
+
+
+@pytest.mark.nightly
+def test_lattice_boltzmann(tmp_path):
+    """The derivative is that of differences, and the fluid pushes the cylinder."""
+    arguments = ("--radius", "2", "--reynolds", "20", "--steps", "400", "--check")
+    below = {"Derivative by differences: relative error ": 1e-6}
+    _, states = run_on_each(tmp_path, "lattice_boltzmann", RANKS, *arguments, alike=1e-9, below=below)
+    assert states[0]["vorticity"].shape == (20, 60)
+    assert np.ptp(states[0]["vorticity"]) > 0.5
+    assert 1.5 < states[0]["drags"][-100:].mean() < 6
+    assert states[0]["slopes"][-100:].mean() > 0
+
+
+@pytest.mark.nightly
+def test_transformer(tmp_path):
+    """Loss and gradient are those of one process, and the training is the same on any number of ranks."""
+    below = {"Relative difference from one process: loss ": 1e-5, "Relative difference .* gradient ": 1e-4}
+    _, states = run_on_each(tmp_path, "transformer", RANKS, "--steps", "12", alike=1e-3, below=below)
+    assert states[0]["losses"][-1] < 0.8 * states[0]["losses"][0]
 
 
 def test_overlap(tmp_path):

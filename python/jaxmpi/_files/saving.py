@@ -146,7 +146,7 @@ def checkpoint(
     Returns:
       The path of the state, for `load`.
 
-    Raises: as `save`. If an old state cannot be removed, an OSError as well; then the new state exists.
+    It raises the errors of `save`. If an old state cannot be removed, it raises an OSError; then the new state exists.
     """
     operation = "checkpoint"
     options = Options(width, axes, chunks, dims, coords, attrs, compressor)

@@ -305,7 +305,7 @@ class Grid(communicators.Local):
         Returns:
           The fields, of the same structure, shapes and dtypes, with zeros in the halo that has been added.
 
-        Raises: as `exchange`; TypeError for a dtype that cannot be added.
+        It raises the errors of `exchange`, and a TypeError for a dtype that cannot be added.
         """
         arrays, structure, params = self._exchange("Grid.accumulate", fields, width, axes, corners, boundary, True)
         return jax.tree.unflatten(structure, grid_accumulate_p.apply_to_all(params, arrays))
@@ -348,12 +348,12 @@ class Grid(communicators.Local):
     ) -> Request:
         """Start an exchange: cells travel to the neighbours while the program computes other cells.
 
-        Args: as `exchange`. 100 arrays at most.
+        The arguments are as for `exchange`, with 100 arrays at most.
 
         Returns:
           A `Request`, for `finish`. It holds the fields too, so it is a pytree with their arrays.
 
-        Raises: as `exchange` while tracing. `finish` raises the errors at run time.
+        It raises the errors of `exchange` that come while tracing. `finish` raises the errors at run time.
         """
         arrays, structure, params = self._exchange("Grid.start", fields, width, axes, corners, boundary)
         return start_exchange("Grid.start", params, arrays, structure)

@@ -78,13 +78,13 @@ def iredistribute(
 ) -> Request:
     """Start a redistribution: cells travel to other ranks while the program computes.
 
-    Args: as `redistribute`. 100 arrays at most.
+    The arguments are as for `redistribute`, with 100 arrays at most.
 
     Returns:
       A `Request`. `jaxmpi.wait(request)` returns the result of the `redistribute`. It holds the fields too, so
       it is a pytree with their arrays.
 
-    Raises: as `redistribute` while tracing. `wait` raises the errors at run time.
+    It raises the errors of `redistribute` that come while tracing. `wait` raises the errors at run time.
     """
     arrays, structure, params = _checked(
         "iredistribute", fields, source, target, axes, target_axes, source_width, target_width

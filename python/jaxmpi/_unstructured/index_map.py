@@ -109,7 +109,7 @@ class IndexMap(communicators.Local):
         Returns:
           `(map, local)`: the map, which owns `rows`, and the local number of each column, of the shape of `indices`.
 
-        Raises: as `IndexMap`, and ValueError, on all ranks, if `indptr` or `rows` does not fit.
+        It raises the errors of `IndexMap`, and a ValueError on all ranks if `indptr` or `rows` does not fit.
         """
         operation = "IndexMap.from_csr"
         with _together(comm, operation) as (clone, _):
@@ -158,8 +158,8 @@ class IndexMap(communicators.Local):
           `receivers` are the local numbers of the ends of this rank's edges. `edges` are the positions of these edges
           in the arguments, for data of edges: `features[edges]`.
 
-        Raises: as `IndexMap`, and ValueError, on all ranks, if the arrays do not fit each other, or if ranks have
-        different owners of a vertex.
+        It raises the errors of `IndexMap`, and a ValueError on all ranks if the arrays do not fit each other, or
+        if ranks have different owners of a vertex.
         """
         operation = "IndexMap.from_edges"
         with _together(comm, operation) as (clone, known):
@@ -332,7 +332,7 @@ class IndexMap(communicators.Local):
           The arrays, of the same structure, shapes and dtypes. Ghosts of other ranks have been added to own rows, and
           ghosts are zero.
 
-        Raises: as `exchange`; ValueError for another reduction.
+        It raises the errors of `exchange`, and a ValueError for another reduction.
         """
         operation = "IndexMap.accumulate"
         reduction = arguments.reduction(op, operation)
@@ -345,13 +345,13 @@ class IndexMap(communicators.Local):
     def start(self, tree: Any) -> Request:
         """Start an exchange: rows travel while the program computes.
 
-        Args: as `exchange`. 100 arrays at most.
+        The arguments are as for `exchange`, with 100 arrays at most.
 
         Returns:
           A `Request`. `jaxmpi.wait(request)` returns the result of the `exchange`. It holds the arrays too, so
           it is a pytree with these.
 
-        Raises: as `exchange` while tracing. `wait` raises the errors at run time.
+        It raises the errors of `exchange` that come while tracing. `wait` raises the errors at run time.
         """
         arrays, structure, params = self._checked("IndexMap.start", tree)
         return start_exchange("IndexMap.start", params, arrays, structure, index_start_p)
