@@ -12,6 +12,7 @@ has nothing. Another rank sends it the values that are the same on all ranks, an
 import dataclasses
 import math
 import pickle
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,16 @@ class _Report:
         return next((save for save in self.saves if save.number == number), None)
 
 
+_abandoned: list[_Saved] = []
+"""Saves of replicas that have been dropped: MPI may still write to the memory of the blocks, or read it."""
+
+
+def _travels(saved: _Saved) -> bool:
+    """Return whether some of the messages of a save are not complete."""
+    requests = [*saved.sends, *(request for _, some in saved.under_way.values() for request in some)]
+    return not all(done or error for done, error in [agreement.capture(request.Test) for request in requests])
+
+
 class Replica(Local):
     """A state in the memory of the ranks that outlives the death of ranks: each rank keeps copies of others' blocks.
 
@@ -176,6 +187,7 @@ class Replica(Local):
             raise TypeError("Replica: the tree has shapes and no arrays: pass arrays, or save=False.")
         self._fields, self._structure = self._described(tree, "Replica")
         self._kept: list[_Saved] = []
+        weakref.finalize(self, _abandoned.extend, self._kept).atexit = False
         self._last = 0
         """The number of the last save that this rank knows. All ranks know the same after a restore."""
         self._began_empty = not save
@@ -319,6 +331,7 @@ class Replica(Local):
         """Start to send this rank's blocks, and to receive the blocks of others."""
         comm, layout = clone_of(self._grid.comm), self._grid._layout
         rank, size = comm.rank, comm.size
+        _abandoned[:] = filter(_travels, _abandoned)
         self._last += 1
         saved = _Saved(self._last, layout, rank, same, {rank: packed})
         self._kept.append(saved)

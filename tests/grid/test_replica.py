@@ -62,6 +62,20 @@ def test_a_saved_tree_may_be_changed():
     check(replica.restore(grid), {"x": jnp.ones(2), "weights": 1})
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cells", [2, 1000, 300_000])
+def test_dropped_while_its_messages_travel(cells, comm):
+    """MPI writes the blocks of other ranks into memory that nothing else has."""
+    grid = jaxmpi.Grid((0,), (cells * SIZE,))
+    for _ in range(3):
+        Replica(np.full(cells, 1.0), grid=grid)  # dropped at once
+        later = [np.zeros(cells) for _ in range(20)]
+        comm.Barrier()
+        assert not any(x.any() for x in later)
+    replica = Replica(np.full(cells, 1.0 + comm.rank), grid=grid)
+    check(replica.restore(grid), np.full(cells, 1.0 + comm.rank))
+
+
 REFUSED = {
     "a field that does not fit": lambda grid, other: Replica(jnp.ones(5), grid=grid),
     "no grid": lambda grid, other: Replica(jnp.ones(2), grid=None),
