@@ -127,11 +127,14 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--radius", type=int, default=8, help="of the cylinder, in cells (default: %(default)s)")
     parser.add_argument("--reynolds", type=float, default=120, help="speed * diameter / viscosity (%(default)s)")
-    parser.add_argument("--steps", type=int, default=15_000, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=15_000, help=f"a multiple of {PIECES} (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare the derivative with differences")
     parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write the vorticity and the drag")
     parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where the picture goes")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.radius < 1 or options.reynolds <= 0 or options.steps < PIECES:
+        parser.error(f"--radius must be 1 or more, --reynolds more than 0, --steps {PIECES} or more")
+    return options
 
 
 def main() -> None:
@@ -139,7 +142,7 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     channel = Channel(options.radius)
     rank = channel.grid.comm.rank
-    steps = max(1, options.steps // PIECES)
+    steps = options.steps // PIECES
     piece = partial(advance_many, steps, channel)
     piece_with_derivative = jaxmpi.jit(lambda *arguments: jax.jvp(piece, *arguments))
 
@@ -151,6 +154,8 @@ def main() -> None:
             (f, drag), (df, slope) = piece_with_derivative((viscosity, f), (1.0, df))
             drags.append(drag)
             slopes.append(slope)
+        if not np.isfinite(drag[-1]):  # the same on all processes
+            raise SystemExit("The flow has become unstable. Choose a larger --radius or a smaller --reynolds.")
         return f, np.concatenate(drags), np.concatenate(slopes)
 
     def mean(values: np.ndarray) -> float:

@@ -181,6 +181,8 @@ def parse_options() -> argparse.Namespace:
     ranks = MPI.COMM_WORLD.size
     if options.parts is None:
         options.parts = 2 if ranks % 2 == 0 else 1
+    if options.steps < 1:
+        parser.error("--steps must be 1 or more")
     if options.parts < 1 or ranks % options.parts or HEADS % options.parts:
         parser.error(f"--parts must divide the {ranks} ranks and the {HEADS} heads")
     return options

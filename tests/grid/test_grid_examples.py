@@ -1,4 +1,5 @@
-"""The examples of divided fields, and of divided weights: any number of ranks, with parts that are not equal, gives what one alone does."""
+"""The examples of divided fields and weights: any number of ranks, with parts that are not equal, gives what one alone
+does."""
 
 import itertools
 import re

@@ -24,6 +24,8 @@ PLATFORM = "ONEAPI" if TRANSPORT == "sycl" else "CUDA"
 
 def begin() -> None:
     """Starts this process again with the fake libraries in reach of the loader. To be called before MPI is loaded."""
+    if BY_NCCL and "JAXMPI_SIMULATED" in os.environ:  # also in a job, for which the launcher has set the CPU
+        os.environ["JAX_PLATFORMS"] = ""
     if not TRANSPORT or "JAXMPI_SIMULATED" in os.environ:
         return
     if TRANSPORT not in TRANSPORTS:
