@@ -315,6 +315,8 @@ TOO_LONG = """
 @pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit", "eager"])
 def test_the_next_operation_says(tmp_path, kind):
     """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
+    if kind == "jax.jit" and simulated.BY_NCCL:
+        pytest.skip("a thread of the simulation executes what NCCL carries, and not the thread that defers errors")
     more = f"""
     result = exchange()
     f = lambda v: jaxmpi.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
