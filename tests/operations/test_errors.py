@@ -528,6 +528,7 @@ def test_supports():
 @pytest.mark.ranks(2, 2)
 def test_a_batch_on_one_rank_alone(comm, rank, size):
     """Where vmap maps on one rank what is a constant on the other, the error says so."""
+    comm = comm.Dup()  # on which the first collectives are compared: NCCL sends without a comparison
     grid, columns = (jaxmpi.Grid(dims, (4, 4), periodic=True, comm=comm) for dims in ((size, 1), (1, size)))
     rows = jaxmpi.IndexMap(4 * rank + np.arange(4), [(4 * rank + 4) % (4 * size)], comm=comm)
     calls = {
@@ -543,3 +544,4 @@ def test_a_batch_on_one_rank_alone(comm, rank, size):
     for name, call in calls.items():
         mapped = jax.vmap(lambda s, call=call: call(x * s if rank else x))
         assert "jax.vmap" in raised(lambda mapped=mapped: mapped(jnp.arange(1.0, 6.0))), name
+    comm.Free()
