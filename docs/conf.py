@@ -29,7 +29,7 @@ html_show_sourcelink = False
 
 
 def write_programs(folder: Path, examples: Path) -> None:
-    """Write one page for each example: the docstring, which is Markdown, the picture, if there is one, and the source."""
+    """Write a page for each example: the docstring, which is Markdown, the picture, if there is one, and the source."""
     folder.mkdir(exist_ok=True)
     for source in sorted(examples.glob("*.py")):
         first, _, rest = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")
