@@ -205,10 +205,7 @@ def gpu(options) -> Iterator[Command]:
 
 
 def sycl(options) -> Iterator[Command]:
-    """Intel's runtime with a device that it has everywhere, the CPU; `--fakes` is the folder of it.
-
-    All cases on 2 ranks, the chosen ones on 1 and 4: threads of the runtime and ranks take turns on the cores.
-    """
+    """Intel's runtime with a device that it has everywhere, the CPU; `--fakes` is the folder of it."""
     icd = f"{options.fakes}/libintelocl.so"
     variables = {
         "JAXMPI_FAKE_DRIVERS": options.fakes,
@@ -218,7 +215,6 @@ def sycl(options) -> Iterator[Command]:
     suites = "operations order leaves dtypes by_counts grid redistribute index_map migration"
     suites = f"{suites} ghosts nonblocking adjoint"
     for ranks in (2, 1, 4):
-        options.brief = options.brief or ranks != 2
         yield pytest(suites, options, "-m", "not alone", ranks=ranks, JAXMPI_TEST_DEVICE="sycl", **variables)
 
 
