@@ -124,6 +124,11 @@ _abandoned: list[_Saved] = []
 """Saves of replicas that have been dropped: MPI may still write to the memory of the blocks, or read it."""
 
 
+def _abandon(kept: list[_Saved]) -> None:
+    """Keep the memory of the saves of a Replica that is dropped, without a call of MPI: another may be under way."""
+    _abandoned.extend(saved for saved in kept if saved.sends or saved.under_way)
+
+
 def _travels(saved: _Saved) -> bool:
     """Return whether some of the messages of a save are not complete."""
     requests = [*saved.sends, *(request for _, some in saved.under_way.values() for request in some)]
@@ -187,7 +192,7 @@ class Replica(Local):
             raise TypeError("Replica: the tree has shapes and no arrays: pass arrays, or save=False.")
         self._fields, self._structure = self._described(tree, "Replica")
         self._kept: list[_Saved] = []
-        weakref.finalize(self, _abandoned.extend, self._kept).atexit = False
+        weakref.finalize(self, _abandon, self._kept).atexit = False
         self._last = 0
         """The number of the last save that this rank knows. All ranks know the same after a restore."""
         self._began_empty = not save

@@ -24,9 +24,11 @@ PLATFORM = "ONEAPI" if TRANSPORT == "sycl" else "CUDA"
 
 def begin() -> None:
     """Starts this process again with the fake libraries in reach of the loader. To be called before MPI is loaded."""
-    if BY_NCCL and "JAXMPI_SIMULATED" in os.environ:  # also in a job, for which the launcher has set the CPU
-        os.environ["JAX_PLATFORMS"] = ""
-    if not TRANSPORT or "JAXMPI_SIMULATED" in os.environ:
+    if not TRANSPORT:
+        return
+    if "JAXMPI_SIMULATED" in os.environ:
+        if BY_NCCL:  # also in a job, for which the launcher has set the CPU
+            os.environ["JAX_PLATFORMS"] = ""
         return
     if TRANSPORT not in TRANSPORTS:
         raise ValueError(f"JAXMPI_TEST_DEVICE is {TRANSPORT}, not one of {', '.join(TRANSPORTS)}")
