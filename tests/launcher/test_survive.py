@@ -529,7 +529,8 @@ def test_wrong_arguments(tmp_path):
     program = """
         import atexit
         spare = WORLD.allgather(os.getpid())[2]
-        def sleeps(): return int(open(f"/proc/{spare}/status").read().split("\\nvoluntary_ctxt_switches:")[1].split()[0])
+        def sleeps():
+            return int(open(f"/proc/{spare}/status").read().split("\\nvoluntary_ctxt_switches:")[1].split()[0])
         try:
             comm = jaxmpi.get_default()
         except SystemExit:
