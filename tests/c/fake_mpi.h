@@ -30,8 +30,8 @@ enum { FAKE_CALLS = 256, FAKE_WOULD_WAIT = 41 };
 
 /* One call of an MPI function with its arguments. Members for which the function has no argument are 0. */
 struct fake_call {
-  const char *name; /* "MPI_Bcast" */
-  const void *in;   /* what is read; the buffer of a broadcast is both */
+  const char *_Atomic name; /* "MPI_Bcast"; a test may look while another thread calls */
+  const void *in;           /* what is read; the buffer of a broadcast is both */
   void *out;
   int in_count, out_count;
   intptr_t in_type, out_type, op, comm;

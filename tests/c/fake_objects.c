@@ -36,7 +36,8 @@ int fake_begin(const char *name, struct fake_call **call) {
   pthread_mutex_lock(&lock);
   number = fake_control.call_count++;
   *call = number < FAKE_CALLS ? &fake_control.calls[number] : &unkept;
-  **call = (struct fake_call){.name = name};
+  memset(&(*call)->in, 0, sizeof **call - offsetof(struct fake_call, in));
+  (*call)->name = name;
   if (failure.function != NULL && strcmp(failure.function, name) == 0 && --failure.nth == 0) {
     code = failure.code;
     failure.function = NULL;

@@ -367,8 +367,10 @@ static void compare_off(void) {
 
 const struct fake_call *called(const char *function, int nth) {
   static const struct fake_call none = {.name = ""};
-  for (int i = 0; i < fake->call_count && i < FAKE_CALLS; i++)
-    if (strcmp(fake->calls[i].name, function) == 0 && nth-- == 0) return &fake->calls[i];
+  for (int i = 0; i < fake->call_count && i < FAKE_CALLS; i++) {
+    const char *name = fake->calls[i].name;
+    if (name != NULL && strcmp(name, function) == 0 && nth-- == 0) return &fake->calls[i];
+  }
   return &none;
 }
 

@@ -78,7 +78,7 @@ static size_t bytes_of(const struct array *array) {
 
 ffi_error *call_there(const char *operation, const struct array in[], int in_count, const struct array out[],
                       int out_count, const int64_t attributes[], const void *lying[]) {
-  struct array given[MAX_ARRAYS], there[MAX_ARRAYS];
+  struct array given[MAX_ARRAYS], there[MAX_ARRAYS] = {0};
   struct frame frame;
   const int count = in_count + out_count;
   for (int i = 0, k = 0; i < count; i++, k = 0) {

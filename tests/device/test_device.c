@@ -626,10 +626,11 @@ static bool ends_with_nothing_under_way(const char *function, int nth, int64_t c
   driver->fail(function, nth, FAKE_LAUNCH_FAILURE);
   gate.entered = 0;
   ffi_error *error = give_reduction(gated_number, in, out, count);
-  int entered = gate.entered;
-  if (error != NULL)
+  int entered = 0;
+  if (error != NULL) {
     CHECK_EQUAL(gate.inside, 0);
-  else
+    entered = gate.entered;
+  } else
     driver->synchronize(xla_stream);
   driver->release(in); /* a violation where something uses it */
   driver->release(out);
