@@ -97,6 +97,21 @@ def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(comm, rank, si
     check(jax.grad(lambda x: loss(x, jax.checkpoint)), x, comm, 1e-10)
 
 
+def test_second_derivative_of_a_checkpoint_that_communicates_integers(comm, rank, size):
+    """Nothing inside has a derivative, and no derivative communicates; but on other ranks it might."""
+
+    def rounded(x):
+        total = lambda c: jaxmpi.allreduce(jnp.round(100 * c).astype(jnp.int32), MPI.SUM).astype(float) / 100  # noqa: E731
+        return lax.scan(lambda c, _: (total(c), None), x, None, length=2)[0]
+
+    def squares(x):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(jax.checkpoint(rounded)(x) * jnp.sin(x)))(x) ** 2)
+
+    x = normal((3,), float, rank, 0)
+    total = size * np.sum([np.round(100 * np.asarray(other)) for other in comm.allgather(x)], axis=0) / 100
+    np.testing.assert_allclose(jaxmpi.jit(jax.grad(squares))(x), -(total**2) * np.sin(2 * x), rtol=1e-12)
+
+
 def test_checkpoint_around_loops_of_checkpoints(comm, rank, size):
     """What a step communicates is constant on one rank, in a jitted checkpoint and in a loop of its own."""
 

@@ -5,6 +5,7 @@ A higher-order primitive has a computation inside, which JAX differentiates: cal
 
 import contextvars
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,17 +76,22 @@ _trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("trace_w
 
 
 def _has_derivatives(params: JaxParams) -> bool:
-    """Return whether a computation inside contains derivatives of communication."""
-    for inner in jaxprs.inner_jaxprs(params):
-        for equation in inner.eqns:
-            more = equation.params
-            if equation.primitive is depends_on_p and more["always"]:
-                return True
-            if is_ours(equation.primitive) and more["call"].derivative is not None:
-                return True
-            if communicates(more) and _has_derivatives(more):
-                return True
-    return False
+    """Return whether a computation inside contains derivatives of communication, even if none of them communicates."""
+    return any(map(_contains_derivatives, jaxprs.inner_jaxprs(params)))
+
+
+def _contains_derivatives(jaxpr: Any) -> bool:
+    if jaxpr not in _with_derivatives:
+        _with_derivatives[jaxpr] = any(
+            (equation.primitive is depends_on_p and equation.params["always"])
+            or (is_ours(equation.primitive) and equation.params["call"].derivative is not None)
+            or _has_derivatives(equation.params)
+            for equation in jaxpr.eqns
+        )
+    return _with_derivatives[jaxpr]
+
+
+_with_derivatives: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 
 
 def _dummy_operand(trace: Any) -> Any:
@@ -222,7 +228,7 @@ def differentiate(
     if primitive is depends_on_p and params["always"]:
         return _differentiate_dependence(own, trace, primitive, tracers, params)
     if primitive in _HIGHER_ORDER:
-        if not communicates(params) and (
+        if not (communicates(params) or _has_derivatives(params)) and (
             has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)
         ):
             return own(trace, primitive, tracers, params)
