@@ -228,9 +228,12 @@ def differentiate(
     if primitive is depends_on_p and params["always"]:
         return _differentiate_dependence(own, trace, primitive, tracers, params)
     if primitive in _HIGHER_ORDER:
-        if not (communicates(params) or _has_derivatives(params)) and (
-            has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)
-        ):
+        takes_part = communicates(params) or (
+            _has_derivatives(params)
+            if has_tangent(trace, tracers)
+            else derivative_communicates(trace.parent_trace, params)
+        )
+        if not takes_part:
             return own(trace, primitive, tracers, params)
         effect.check()
         return _HIGHER_ORDER[primitive](
