@@ -2,7 +2,8 @@
 
 Each rank runs the same random program with the operations of jaxmpi, transformed in some way, and one process's plain
 computation of all ranks says what is right (tests/fuzzing). Programs follow one another in one job. Where a job hangs,
-crashes or is wrong, that is recorded, and the next seed begins a new one. The exit status is 1 then.
+crashes or is wrong, that is recorded, and the next seed begins a new one. The exit status is 1 then. With
+JAXMPI_TEST_DEVICE the ranks have a simulated device (tests/support/simulated.py).
 """
 
 import argparse
@@ -21,6 +22,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of what the tests share
+from support import simulated
+
+if "--worker" in sys.argv:
+    simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
@@ -77,7 +82,7 @@ def worker(chosen):
 
     from fuzzing import checks
 
-    judge = checks.Judge()
+    judge, device = checks.Judge(), simulated.Device() if simulated.TRANSPORT else None
     tell = print if MPI.COMM_WORLD.rank == 0 else lambda *args, **kwargs: None
     if chosen.file:
         work = eval(Path(chosen.file).read_text(), {**vars(programs), **vars(checks)})
@@ -91,6 +96,8 @@ def worker(chosen):
             tell(f"@begin {program.seed} {check}", flush=True)
             verdict, why = judge(program, check)
             tell(f"@end {program.seed} {verdict} {check} | {why!r}", flush=True)
+            if device is not None:
+                device.check()
             if verdict == "wrong":
                 return
         if programs.forgets(program.body):
