@@ -10,8 +10,10 @@
 
 #include <unwind.h>
 
-/* Of the C++ runtime. */
+/* Of the C++ runtime, and of the unwinder that it uses: our own library is linked with neither. */
 static struct runtime_functions {
+  void (*set_register)(struct _Unwind_Context *context, int number, _Unwind_Word value);
+  void (*set_address)(struct _Unwind_Context *context, _Unwind_Ptr address);
   void *(*begin_catch)(void *exception);
   void (*end_catch)(void);
   const char *const *(*current_type)(void); /* a type_info: the table of virtual functions, and the name */
@@ -19,6 +21,8 @@ static struct runtime_functions {
 
 const char *exceptions_load(void *library) {
   static const struct symbol symbols[] = {
+      {"_Unwind_SetGR", offsetof(struct runtime_functions, set_register), true},
+      {"_Unwind_SetIP", offsetof(struct runtime_functions, set_address), true},
       {"__cxa_begin_catch", offsetof(struct runtime_functions, begin_catch), true},
       {"__cxa_end_catch", offsetof(struct runtime_functions, end_catch), true},
       {"__cxa_current_exception_type", offsetof(struct runtime_functions, current_type), true},
@@ -43,8 +47,8 @@ __attribute__((used)) _Unwind_Reason_Code exceptions_personality(int version, _U
   if (actions & _UA_FORCE_UNWIND) return _URC_CONTINUE_UNWIND;
   if (actions & _UA_SEARCH_PHASE) return _URC_HANDLER_FOUND;
   if (!(actions & _UA_HANDLER_FRAME)) return _URC_CONTINUE_UNWIND;
-  _Unwind_SetGR(context, __builtin_eh_return_data_regno(0), (uintptr_t)exception);
-  _Unwind_SetIP(context, (uintptr_t)exceptions_landing);
+  cxx.set_register(context, __builtin_eh_return_data_regno(0), (uintptr_t)exception);
+  cxx.set_address(context, (uintptr_t)exceptions_landing);
   return _URC_INSTALL_CONTEXT;
 }
 
