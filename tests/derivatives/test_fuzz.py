@@ -19,7 +19,9 @@ from support.rows import one_each_time
 from support.table import NEW_JAX, _accumulate
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for too long on more ranks than cores")
-OPTIONS = programs.Options(used=not NEW_JAX, documented=True)
+# In JAX 0.6 a compiled function loses the effect of a function with custom_vmap inside.
+KINDS = programs.KINDS if NEW_JAX else tuple(kind for kind in programs.KINDS if kind != "custom_vmap")
+OPTIONS = programs.Options(KINDS, used=not NEW_JAX, documented=True)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,8 @@ first `n`."""
 @pytest.mark.parametrize("fault", one_each_time(FAULTS, "copies that are kept", "rows in another order"))
 def test_faults_are_noticed(fault, judge, size, monkeypatch):
     name, mode, wrong = FAULTS[fault]
+    if mode != "value" and not NEW_JAX:
+        pytest.skip("this JAX has no derivatives of communication")
     if size == 1 and name in programs.OF_MAPS:
         pytest.skip("there are no copies")
     some = tuple(2 if rank < size - 1 else 3 for rank in range(size))
