@@ -162,7 +162,7 @@ errors: $(READY) ## how long jobs take to end after a fault, with this MPI and t
 	JAXMPI_FAULT_TIMES=$(abspath .build/faults-$(MPI).jsonl) $(SUITES) fault-times
 	$(BIN)/python tests/programs/errors_page.py $$(ls .build/faults-*.jsonl)
 
-bench: ## beside C, mpi4py, mpi4jax and gloo: tables, plots; 15 minutes
+bench: ## beside C, mpi4py, mpi4jax and gloo: tables, plots; 20 minutes
 bench-gpu: ## allreduce and sendrecv of arrays on this machine's GPU beside mpi4jax, 4 B to 256 MiB
 bench-quick: ## the figures that the project is held to, in a minute
 bench bench-gpu bench-quick:
