@@ -7,6 +7,7 @@ as the driver fails by tests/device/test_device.c.
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ CUDA, GPU = "MPIX_Query_cuda_support", "MPIX_GPU_query_support"
         ("ONEAPI", MPICH, {(GPU, 0): True, (GPU, 1): False}, {}, False, "says no to ze"),
         ("ONEAPI", MPICH, {(GPU, 1): True}, {}, True, "says yes to ze"),
         ("ONEAPI", CRAY, {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
-        ("ONEAPI", OPEN_MPI, {CUDA: True}, {}, False, ""),  # by the kinds of memory of this MPI, if it names some
+        ("ONEAPI", OPEN_MPI, {CUDA: True}, {}, False, "no way to ask"),
     ],
 )
 def test_detected(monkeypatch, platform, version, answers, environment, expected, said):
@@ -71,6 +72,8 @@ def test_detected(monkeypatch, platform, version, answers, environment, expected
         return answers.get(name if kind is None else (name, kind))
 
     monkeypatch.setattr(devices._core, "ask_mpi", ask)
+    no_kinds = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_info=MPI.Info.Create))  # MPICH's has some
+    monkeypatch.setattr(devices, "MPI", no_kinds)
     answer, text = devices.detected(platform, version, environment)
     assert answer is expected
     assert said in text
