@@ -12,7 +12,6 @@ measured time alone over the sum of both.
 """
 
 import argparse
-import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -29,7 +28,13 @@ import jaxmpi
 from jaxmpi._bench.report import say
 from jaxmpi._bench.timing import COMM, Batch, ratio, take_turns
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # before benchmarks/
+import lattice_boltzmann as flow
+import particles as gas
+import shallow_water as sea
+import transformer as adder
+import turbulence as vortices
+
 ROUNDS, SECONDS = 9, 0.1
 BEYOND = (100, 1000, 10_000)
 
@@ -56,10 +61,6 @@ class Program:
     """(size, ranks) -> the seconds that the messages of a step take by the model."""
 
 
-def imported(name: str) -> Any:
-    return importlib.import_module(name)
-
-
 def nearest(size: float) -> int:
     """Return an even number near `size` whose Fourier transform is fast, also on three points for two modes."""
     fast = [2**a * 3**b * 5**c for a in range(1, 20) for b in range(9) for c in range(6)]
@@ -75,7 +76,6 @@ def around(side: float, cell_bytes: float) -> list[float]:
 
 
 def shallow_water(comm: MPI.Comm, side: int) -> Problem:
-    sea = imported("shallow_water")
     dims = MPI.Compute_dims(comm.size, 2)
     ny, nx = (side * ranks for ranks in dims)
     grid = jaxmpi.Grid(dims, (ny, nx), periodic=(False, True), comm=comm)
@@ -86,7 +86,6 @@ def shallow_water(comm: MPI.Comm, side: int) -> Problem:
 
 
 def lattice_boltzmann(comm: MPI.Comm, radius: int) -> Problem:
-    flow = imported("lattice_boltzmann")
     channel = flow.Channel(round(radius * math.sqrt(comm.size)), comm)
     viscosity = 2 * flow.SPEED * channel.radius / 60
 
@@ -98,7 +97,6 @@ def lattice_boltzmann(comm: MPI.Comm, radius: int) -> Problem:
 
 
 def turbulence(comm: MPI.Comm, side: int) -> Problem:
-    vortices = imported("turbulence")
     size = nearest(side * math.sqrt(comm.size))
     grid = jaxmpi.Grid((0, 1), (size, size), periodic=True, comm=comm)
     transform = jaxmpi.fft.Transform(grid, real=True, pad=3 / 2, norm="forward")
@@ -113,18 +111,21 @@ def turbulence(comm: MPI.Comm, side: int) -> Problem:
 
 
 def particles(comm: MPI.Comm, side: int) -> Problem:
-    gas = imported("particles")
     size = round(side * math.sqrt(comm.size))
     square = gas.Square(size, math.ceil(1.3 * size * size / comm.size), 12, comm)
     state = jaxmpi.jit(lambda *given: gas.begin(square, *given))(*gas.make_particles(square, gas.TEMPERATURE))
-    # A static number of steps would be compiled for each number.
-    one = jaxmpi.jit(lambda state: gas.advance(square, state, 10))
-    return Problem(size * size, state, lambda state, steps: [state := one(state) for _ in range(steps // 10)][-1])
+    ten = jaxmpi.jit(lambda state: gas.advance(square, state, 10))  # any other number would be compiled again
+
+    def advance(state: Any, steps: int) -> Any:
+        for _ in range(steps // 10):
+            state = ten(state)
+        return state
+
+    return Problem(size * size, state, advance)
 
 
 def transformer(comm: MPI.Comm, width: int) -> Problem:
     """Data parallel: each rank has as many lines."""
-    adder = imported("transformer")
     adder.WIDTH, adder.HIDDEN = width, 2 * width
     groups = adder.Groups(MPI.COMM_SELF, comm)
     lines = jnp.asarray(adder.share(adder.additions()[0][: 64 * comm.size], comm))
