@@ -190,7 +190,7 @@ def script(tmp_path):
     def write(text):
         path = tmp_path / "program.py"
         path.write_text(
-            "import jax, jax.numpy as jnp\nfrom mpi4py import MPI\nimport jaxmpi\nimport jaxmpi\n"
+            "import jax, jax.numpy as jnp\nfrom mpi4py import MPI\nimport jaxmpi\n"
             "rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size\n" + textwrap.dedent(text)
         )
         return path

@@ -412,7 +412,7 @@ def test_spawned_processes_are_a_job(tmp_path):
 
 ALONE = r"""
 import subprocess
-code = "import jaxmpi; import jaxmpi; jaxmpi.barrier(); jaxmpi.barrier()"
+code = "import jaxmpi; jaxmpi.barrier(); jaxmpi.barrier()"
 subprocess.run([sys.executable, "-c", code], check=True)
 if os.fork() == 0: sys.exit(0)
 os.wait()
