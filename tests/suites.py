@@ -23,10 +23,10 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device nccl grid_examples grid_jobs files_jobs "
-    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak trace wheel recipes "
+    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak trace recipes "
     "types docs"
 )
-"""What `make test` leaves out: how jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels.
+"""What `make test` leaves out: how jobs end, several hosts, Slurm, long programs, timelines, benchmarks.
 `make lint` runs types, `make docs` docs."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (

@@ -53,14 +53,17 @@ def find_python(version):
     return str(pyenv[-1]) if pyenv else None
 
 
-LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]*)(#[^)]*)?\)")
-"""In Markdown, to a file of the repository."""
+PICTURE = re.compile(r"!\[([^\]]*)\]\((?!https?:)([^)]*)\)")
+LINK = re.compile(r"\[(!\[[^\]]*\]\([^)]*\)|[^\]]*)\]\((?!https?:|#)([^)#]*)(#[^)]*)?\)")
+"""In Markdown, to a file of the repository. A link's text may be a picture."""
 
 
 def for_an_index(readme, url):
-    """The README as a package index shows it, where links to files lead nowhere: to the repository, or none."""
+    """The README as a package index shows it, where links and pictures of files lead nowhere: to the repository, or
+    none."""
     if not url:
-        return LINK.sub(r"\1", readme)
+        return LINK.sub(r"\1", PICTURE.sub(r"\1", readme))
+    readme = PICTURE.sub(lambda picture: f"![{picture[1]}]({url}/raw/main/{picture[2]})", readme)
     return LINK.sub(lambda link: f"[{link[1]}]({url}/blob/main/{link[2]}{link[3] or ''})", readme)
 
 
