@@ -203,7 +203,7 @@ sys.exit(9)
 def test_signals_come_once(to, tmp_path):
     """To mpiexec, whether they were for the launcher alone, as by `kill`, for its group, as Ctrl-C is, or for both, as
     those of `timeout` are."""
-    command = words(tmp_path, COUNTS)
+    command = ["env", "--default-signal", *words(tmp_path, COUNTS)]  # also if nohup or a background job ignores some
     with started(command, stdout=subprocess.PIPE, env=outside_of_a_job(), start_new_session=True, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
