@@ -19,7 +19,7 @@
 #include "observe/log.h"
 #include "observe/watchdog.h"
 
-/* Of nccl.h: tests/c/check_nccl.c compares. Bytes are sent as INT8. */
+/* The types of NCCL's nccl.h, with which tests/c/check_nccl.c compares them. Bytes are sent as INT8. */
 typedef int ncclResult_t;
 typedef int ncclDataType_t;
 typedef int ncclRedOp_t;
@@ -29,7 +29,7 @@ typedef struct {
   char internal[128];
 } ncclUniqueId;
 enum { OLDEST = 21800, MAGIC = (int)0xcafebeef, INT8 = 0, IN_PROGRESS = 7 };
-typedef struct { /* as in 2.18; later versions accept the shorter one and set what is missing */
+typedef struct { /* as in 2.18; later versions accept this shorter structure and set the members behind it */
   size_t size;
   unsigned magic, version;
   int blocking, cga_cluster_size, least_ctas, most_ctas;
@@ -45,7 +45,7 @@ static struct functions {
   const char *(*GetLastError)(ncclComm_t);
 } nccl;
 
-static const struct memory *space; /* whose devices NCCL serves */
+static const struct memory *space; /* NCCL serves the devices of this memory space */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* The communicator of NCCL that belongs to a communicator of MPI. */
@@ -56,32 +56,38 @@ struct nccl {
 
 /* --- errors --- */
 
+/* NCCL's description of the last error; empty if NCCL has none. */
+static const char *last_error(ncclComm_t handle) {
+  const char *text = nccl.GetLastError(handle);
+  return text != NULL ? text : "";
+}
+
 static ffi_error *fail_nccl(const struct call *call, const char *function, int code, ncclComm_t handle) {
-  const char *more = nccl.GetLastError(handle);
+  const char *more = last_error(handle);
   return call_fail(call, FFI_INTERNAL, "nccl%s failed: %s (code %d)%s%s", function, nccl.GetErrorString(code), code,
-                   more != NULL && *more != '\0' ? ": " : "", more != NULL ? more : "");
+                   *more != '\0' ? ": " : "", more);
 }
 
 /* --- the calls that have been enqueued, oldest first --- */
 
-/* A call is not followed if so many others have not ended. */
+/* The follower leaves a call out if FOLLOWED earlier calls have not ended. */
 enum { FOLLOWED = 64, LEAST_PAUSE = 20000, MOST_PAUSE = 1000000 /* nanoseconds */, PAUSES_TO_ASK = 1000 };
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t wake;
   pthread_t thread;
-  pid_t process; /* that the thread belongs to; 0: it has not begun */
+  pid_t process; /* the process that has started the thread; 0: no process has */
   bool ending, enqueuing;
-  unsigned first, next; /* numbers of calls; a call is at the remainder by FOLLOWED */
+  unsigned first, next; /* numbers of the oldest call that has not ended, and of the next one; place: % FOLLOWED */
   struct followed {
-    void *event, *context; /* made at the first use; of the device that the event belongs to */
+    void *event, *context; /* the event, made when the place is first used, belongs to the context */
     struct communicator *comm;
     int64_t summary[SUMMARY_WORDS];
     int words;
   } calls[FOLLOWED];
 } follower = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
-/* Pause, and let MPI progress. Return whether the follower is to go on. */
+/* Pause, and let MPI progress. Return whether the follower must go on. */
 static bool pause_awhile(long nanoseconds) {
   nanosleep(&(struct timespec){0, nanoseconds}, NULL);
   pthread_mutex_lock(&follower.lock);
@@ -91,7 +97,7 @@ static bool pause_awhile(long nanoseconds) {
   return !ending;
 }
 
-/* End the job if NCCL has met an error while a call was under way: the call never ends. */
+/* End the job if NCCL has met an error while a call is under way, because the call would never end. */
 static void ask_for_error(const struct followed *call) {
   ncclResult_t code = 0;
   if (pthread_mutex_trylock(&lock) != 0) return; /* a call is being enqueued */
@@ -141,7 +147,8 @@ static void *run_follower(void *unused) {
   return unused;
 }
 
-/* A call is about to be enqueued, which may wait for other ranks; or that is over. */
+/* Tell the follower that a call is about to be enqueued, in which this thread may wait for other ranks, or that this is
+ * over. Start the follower at the first call. */
 static void note_enqueuing(bool begins) {
   pthread_mutex_lock(&follower.lock);
   follower.enqueuing = begins;
@@ -150,7 +157,8 @@ static void note_enqueuing(bool begins) {
   pthread_mutex_unlock(&follower.lock);
 }
 
-/* Make the event of a place in the context of a call, if it is not there. The call before at this place has ended. */
+/* Make the event of a place in this context, unless the place has one. The earlier call at this place has ended. The
+ * thread has entered the context. */
 static int make_event(struct followed *place, void *context) {
   void *previous;
   if (place->event != NULL && place->context == context) return 0;
@@ -163,7 +171,7 @@ static int make_event(struct followed *place, void *context) {
   return space->event_make(&place->event);
 }
 
-/* Follow a call that has been enqueued on its stream. Return the driver's code. */
+/* Hand a call that has been enqueued on its stream to the follower. Return 0 or the driver's code. */
 static int follow_later(const struct call *call) {
   int code = 0;
   pthread_mutex_lock(&follower.lock);
@@ -184,24 +192,23 @@ static int follow_later(const struct call *call) {
 
 /* --- communicators --- */
 
-/* What rank 0 passes to the others. */
+/* The message of rank 0 to the other ranks. `code`: NCCL's, if rank 0 could not make the id. */
 struct invitation {
   ncclUniqueId id;
   int code;
 };
 
 static ffi_error *fail_made(const struct call *call, const char *function, int worst, int rank) {
-  const char *more = call->comm->rank == rank ? nccl.GetLastError(NULL) : "";
+  const char *more = call->comm->rank == rank ? last_error(NULL) : "";
   return call_fail(call, FFI_INTERNAL,
                    "nccl%s failed on rank %d: %s (code %d)%s%s. Nothing was sent. JAXMPI_DEVICE_TRANSPORT=auto leaves "
                    "NCCL out",
-                   function, rank, nccl.GetErrorString(worst), worst, more != NULL && *more != '\0' ? ": " : "",
-                   more != NULL ? more : "");
+                   function, rank, nccl.GetErrorString(worst), worst, *more != '\0' ? ": " : "", more);
 }
 
-/* Make the communicator of NCCL, with all ranks. What the streams have so far ends first: NCCL allocates memory, for
- * which a driver may wait for all streams, and MPI is called here, and maybe by an operation that a stream still has.
- */
+/* Make the communicator of NCCL, together with all ranks. First wait for the earlier work of all streams, for two
+ * reasons: NCCL allocates memory, and a driver may then wait for all streams; and this thread calls MPI, which an
+ * operation that is left to a stream may call, too. */
 static ffi_error *make_comm(struct call *call, struct nccl *made) {
   struct communicator *comm = call->comm;
   struct invitation invitation = {.code = 0};
@@ -255,25 +262,27 @@ void nccl_free(struct communicator *comm) {
   struct nccl *own = comm->nccl;
   comm->nccl = NULL;
   if (own != NULL && !runtime_has_ended())
-    nccl.CommDestroy(own->handle); /* at the end it would wait, or find no device */
+    nccl.CommDestroy(own->handle); /* at the end of the process it would wait, or find no device */
   free(own);
   pthread_mutex_unlock(&lock);
 }
 
 /* --- calls --- */
 
-/* The stream of the last call, and an event for calls on another stream of one device, that of the first such call. */
+/* The stream of the last call and the context of the stream. `event`, in the context `event_context`, orders calls on
+ * several streams. It is made when a call first follows a call on another stream of the same device, and orders the
+ * calls on this device alone. */
 static struct {
   void *stream, *context;
-  void *event, *of_event;
+  void *event, *event_context;
 } last;
 
-/* Let the stream wait for the last call, if that is on another stream of the device. */
+/* Make the stream wait for the last call, if the last call is on another stream of the device. */
 static int order_after_last(const struct call *call) {
   int code = 0;
   if (last.stream != NULL && last.stream != call->stream && last.context == call->context) {
-    if (last.event == NULL) last.of_event = call->context, code = space->event_make(&last.event);
-    if (code == 0 && last.of_event == call->context) {
+    if (last.event == NULL) last.event_context = call->context, code = space->event_make(&last.event);
+    if (code == 0 && last.event_context == call->context) {
       code = space->event_record(last.event, last.stream);
       if (code == 0) code = space->stream_wait(call->stream, last.event);
     }
@@ -283,7 +292,7 @@ static int order_after_last(const struct call *call) {
   return code;
 }
 
-/* The type by which NCCL reduces this one, and how many elements there are in one of ours. */
+/* Return the type by which NCCL reduces a type. `parts`: how many elements of NCCL's type are in one element. */
 static int type_of(const struct datatype *type, size_t *parts) {
   static const struct {
     int code, type;
@@ -292,20 +301,21 @@ static int type_of(const struct datatype *type, size_t *parts) {
                {FFI_DTYPE_S64, 4, 1},   {FFI_DTYPE_U64, 5, 1},  {FFI_DTYPE_F16, 6, 1}, {FFI_DTYPE_F32, 7, 1},
                {FFI_DTYPE_F64, 8, 1},   {FFI_DTYPE_BF16, 9, 1}, {FFI_DTYPE_C64, 7, 2}, {FFI_DTYPE_C128, 8, 2}};
   size_t i = 0;
-  while (types[i].code != type->code) i++; /* call_is_by_nccl has let no other pass */
+  while (types[i].code != type->code) i++; /* call_is_by_nccl lets no other type pass */
   *parts = types[i].parts;
   return types[i].type;
 }
 
-/* A call to be enqueued, one array of it after the other. */
+/* A call that is being enqueued, one array after the other. */
 struct enqueued {
   const struct call *call;
   ncclComm_t comm;
-  const struct buffer *in, *out; /* NULL: this rank does not pass it */
-  const char *function;          /* called last */
+  const struct buffer *in, *out; /* of the array; NULL: this rank does not pass it */
+  const char *function;          /* the function of NCCL that was called last */
 };
 #define CALL(name, ...) (e->function = #name, nccl.name(__VA_ARGS__, e->comm, e->call->stream))
 
+/* The part of a buffer that goes to a rank, or comes from it. */
 static void *part_for(const struct buffer *buffer, int rank, size_t bytes) {
   return (char *)buffer->data + (size_t)rank * bytes;
 }
@@ -327,7 +337,7 @@ static int reduce(struct enqueued *e, int root) {
   }
 }
 
-/* Send a part to each rank, of `from` if that is passed, and receive one from each, if `to` is passed. */
+/* Send a part of `from` to each rank, and receive a part of `to` from each rank. Either may be NULL. */
 static int parts(struct enqueued *e, const struct buffer *from, const struct buffer *to, size_t bytes) {
   int code = 0;
   for (int r = 0; r < e->call->comm->size && code == 0; r++) {
@@ -349,7 +359,7 @@ static int move(struct enqueued *e, int root) {
     case ROW_alltoall:
       return parts(e, in, out, bytes / size);
     case ROW_bcast:
-      if (!is_root || out == NULL) in = out = out != NULL ? out : in; /* there is but one array: in place */
+      if (!is_root || out == NULL) in = out = out != NULL ? out : in; /* this rank has one array: in place */
       return CALL(Broadcast, in->data, out->data, bytes, INT8, root);
     case ROW_gather:
       code = CALL(Send, in->data, bytes, INT8, root);
@@ -361,7 +371,7 @@ static int move(struct enqueued *e, int root) {
   }
 }
 
-/* The messages of a plan: see BEGINS_AS_MESSAGES. Nobody reads the labels, which are sent as they are. */
+/* Send and receive the messages of a plan: see BEGINS_AS_MESSAGES. The labels are sent, but no rank reads them. */
 static int exchange(struct enqueued *e, const struct plan *plan) {
   int code = 0;
   for (int i = 0; i < plan->send_count && code == 0; i++) {
@@ -378,15 +388,15 @@ static int exchange(struct enqueued *e, const struct plan *plan) {
 
 /* Enqueue each array of a call. */
 static int enqueue_arrays(struct enqueued *e) {
-  const struct call *of = e->call->leaves != NULL ? e->call->leaves : e->call;
-  const struct operation *operation = of->operation;
-  int at = attribute_of(operation, KIND_RANK), root = at >= 0 ? (int)of->attributes[at] : -1, code = 0;
+  const struct call *call = e->call->leaves != NULL ? e->call->leaves : e->call;
+  const struct operation *operation = call->operation;
+  int at = attribute_of(operation, KIND_RANK), root = at >= 0 ? (int)call->attributes[at] : -1, code = 0;
   bool reduces = attribute_of(operation, KIND_REDUCTION) >= 0;
-  if (plan_of(of) != NULL) return exchange(e, plan_of(of));
-  int reads = of->first[1] - of->first[0], writes = of->first[2] - of->first[1];
+  if (plan_of(call) != NULL) return exchange(e, plan_of(call));
+  int reads = call->first[1] - call->first[0], writes = call->first[2] - call->first[1];
   for (int i = 0; (i < reads || i < writes) && code == 0; i++) {
-    e->in = i < reads ? &of->buffers[of->first[0] + i] : NULL;
-    e->out = i < writes ? &of->buffers[of->first[1] + i] : NULL;
+    e->in = i < reads ? &call->buffers[call->first[0] + i] : NULL;
+    e->out = i < writes ? &call->buffers[call->first[1] + i] : NULL;
     if (e->in != NULL && e->in->type == NULL) e->in = NULL;
     if (e->out != NULL && e->out->type == NULL) e->out = NULL;
     const struct buffer *any = e->in != NULL ? e->in : e->out;
@@ -396,8 +406,8 @@ static int enqueue_arrays(struct enqueued *e) {
   return code;
 }
 
-/* What calls of arrays in CPU memory share, one call at a time: a stream of our own, and pinned memory, which a device
- * reads and writes as if it were its own. */
+/* Calls of arrays in CPU memory share this, one call at a time: a stream of ours, and pinned memory, which the device
+ * reads and writes like memory of the device. */
 static struct {
   pthread_mutex_t lock;
   void *_Atomic stream;
@@ -406,15 +416,15 @@ static struct {
   size_t capacity;
 } host = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* Return whether this thread may use NCCL for arrays of a device: the first that does, for ever. */
-static bool is_of_thread(void) {
-  static _Thread_local char own; /* the address is the thread's */
+/* Return whether this thread may use NCCL for arrays of a device: the first thread that asks may, and no other. */
+static bool is_first_thread(void) {
+  static _Thread_local char own; /* the address identifies the thread */
   static char *_Atomic first;
   char *none = NULL;
   return atomic_compare_exchange_strong(&first, &none, &own) || none == &own;
 }
 
-/* Enqueue a call on its stream: the body of the calls that are NCCL's. */
+/* Enqueue a call on its stream. Under the lock of NCCL. */
 static ffi_error *enqueue_locked(struct call *call) {
   struct enqueued e = {.call = call, .function = "GroupStart"};
   ffi_error *error = find_comm(call, &e.comm);
@@ -435,7 +445,7 @@ static ffi_error *enqueue_locked(struct call *call) {
 }
 
 static ffi_error *nccl_enqueue(struct call *call) {
-  if (call->stream != host.stream && !is_of_thread())
+  if (call->stream != host.stream && !is_first_thread())
     return call_fail(
         call, FFI_FAILED_PRECONDITION,
         "NCCL carries this operation, and another thread of this process has used NCCL before: two threads "
@@ -453,6 +463,7 @@ static ffi_error *nccl_enqueue(struct call *call) {
 
 /* --- arrays in CPU memory --- */
 
+/* Make the stream, and pinned memory of at least `bytes`. Return 0 or the driver's code. */
 static int host_reserve(size_t bytes) {
   void *made = NULL;
   int code = 0;
@@ -460,13 +471,13 @@ static int host_reserve(size_t bytes) {
   if (code != 0 || bytes <= host.capacity) return code;
   size_t capacity = memory_doubled(host.capacity, bytes);
   if ((code = space->pin(&made, capacity)) != 0) return code;
-  if (host.pinned != NULL) space->unpin(host.pinned); /* no call is under way */
+  if (host.pinned != NULL) space->unpin(host.pinned); /* no call uses it, because each call waits for its end */
   host.pinned = made, host.capacity = capacity;
   return 0;
 }
 
-/* Copy arrays that are read to pinned memory, or arrays that are written back. `there`: the same arrays in pinned
- * memory. */
+/* Copy the arrays that the call reads to pinned memory, or, with `back`, the arrays that it writes from there. `there`:
+ * the same call with the arrays in pinned memory. */
 static void copy_arrays(const struct call *here, const struct call *there, bool back) {
   for (int i = 0; i < here->buffer_count; i++) {
     const struct buffer *a = &here->buffers[i], *b = &there->buffers[i];
@@ -478,6 +489,7 @@ static void copy_arrays(const struct call *here, const struct call *there, bool 
   }
 }
 
+/* The bytes of all arrays of a call in pinned memory. */
 static size_t bytes_in_all(const struct call *call) {
   size_t bytes = 0;
   for (int i = 0; i < call->buffer_count; i++) bytes += memory_aligned(buffer_bytes(&call->buffers[i]));
@@ -493,7 +505,7 @@ static void give_places(struct call *call) {
   }
 }
 
-/* Enqueue a call of arrays in pinned memory, and wait for it. */
+/* Enqueue a call of arrays in pinned memory, and wait for its end. */
 static ffi_error *pass(struct call *there) {
   there->memory = space, there->stream = host.stream, there->context = host.context;
   ffi_error *error = call_body(there);
@@ -501,7 +513,7 @@ static ffi_error *pass(struct call *there) {
   int code = space->stream_synchronize(host.stream);
   if (code == 0) return NULL;
   error = call_fail_driver(there, space, code);
-  space->stream_synchronize(host.stream); /* it may have been the call that failed, and not the device */
+  space->stream_synchronize(host.stream); /* the wait may have failed, while the device still uses the memory */
   return error;
 }
 
@@ -524,7 +536,7 @@ static ffi_error *pass_arrays(struct call *call) {
   return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
-/* Compose the messages of a plan in pinned memory, pass them as those of a device, and take what comes apart. */
+/* Compose the messages of a plan in pinned memory, pass them like messages of a device, and unpack what comes. */
 static ffi_error *pass_messages(struct call *call, const struct plan *plan) {
   struct call there;
   ffi_error *error = plan_check(call, plan, true, true);
@@ -555,7 +567,8 @@ static ffi_error *pass_messages(struct call *call, const struct plan *plan) {
   return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
-/* Enter the device of the communicator; before the first call, the first device that this process may use. */
+/* Execute a call of arrays in CPU memory on the device of the communicator. Before the first call, this is the first
+ * device that this process may use. Under the lock of `host`. */
 static ffi_error *run_entered(struct call *call) {
   struct call of_device;
   void *previous, *context = host.context;
@@ -585,7 +598,7 @@ ffi_error *nccl_run_host(struct call *call) {
 
 void nccl_finish(void) {
   void *previous;
-  if (follower.process != 0 && follower.process != getpid()) return; /* a child of fork has no thread, and no device */
+  if (follower.process != 0 && follower.process != getpid()) return; /* a child of fork has no follower and no device */
   pthread_mutex_lock(&follower.lock);
   follower.ending = true;
   pthread_cond_signal(&follower.wake);
@@ -601,7 +614,7 @@ void nccl_finish(void) {
   }
   follower.ending = false;
   follower.first = follower.next = 0;
-  if (last.event != NULL && space->enter(last.of_event, &previous) == 0) {
+  if (last.event != NULL && space->enter(last.event_context, &previous) == 0) {
     space->event_free(last.event);
     space->leave(previous);
   }
