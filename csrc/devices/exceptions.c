@@ -10,13 +10,13 @@
 
 #include <unwind.h>
 
-/* Of the C++ runtime, and of the unwinder that it uses: our own library is linked with neither. */
+/* Functions of the C++ runtime and of the unwinder that it uses. Our own library is linked with neither. */
 static struct runtime_functions {
   void (*set_register)(struct _Unwind_Context *context, int number, _Unwind_Word value);
   void (*set_address)(struct _Unwind_Context *context, _Unwind_Ptr address);
   void *(*begin_catch)(void *exception);
   void (*end_catch)(void);
-  const char *const *(*current_type)(void); /* a type_info: the table of virtual functions, and the name */
+  const char *const *(*current_type)(void); /* a type_info: the table of virtual functions, then the name */
 } cxx;
 
 const char *exceptions_load(void *library) {
@@ -30,14 +30,14 @@ const char *exceptions_load(void *library) {
   return symbols_load(library, symbols, &cxx); /* dlsym also looks in the libraries that the library needs */
 }
 
-/* Call function(data). Return 0, or 1 after an exception, which `caught` then points to. */
+/* Call function(data). Return 0, or 1 after an exception, to which `caught` then points. */
 int exceptions_frame(void (*function)(void *), void *data, struct _Unwind_Exception **caught);
 extern const char exceptions_landing[];
 _Unwind_Reason_Code exceptions_personality(int version, _Unwind_Action actions, _Unwind_Exception_Class class,
                                            struct _Unwind_Exception *exception, struct _Unwind_Context *context);
 
-/* The frame stops all exceptions, and lets the end of a thread pass (pthread_exit, pthread_cancel). Only the assembly
- * names it. */
+/* Stop all exceptions, and let the end of a thread (pthread_exit, pthread_cancel) pass. Only the assembly names this
+ * function. */
 __attribute__((used)) _Unwind_Reason_Code exceptions_personality(int version, _Unwind_Action actions,
                                                                  _Unwind_Exception_Class class,
                                                                  struct _Unwind_Exception *exception,
@@ -52,7 +52,8 @@ __attribute__((used)) _Unwind_Reason_Code exceptions_personality(int version, _U
   return _URC_INSTALL_CONTEXT;
 }
 
-/* 0x1b: the routine is given relative to the place, in 32 bits. At the landing rax has the exception. */
+/* 0x1b: the address of the routine is relative to the place where it stands, in 32 bits. At the landing the unwinder
+ * has put the exception into rax. */
 __asm__(
     ".text\n"
     ".globl exceptions_frame, exceptions_landing\n"
@@ -83,8 +84,8 @@ __asm__(
     ".cfi_endproc\n"
     ".size exceptions_frame, . - exceptions_frame\n");
 
-/* Whether it is an exception of GCC's C++ runtime, thrown (0), in which case the object lies behind, or rethrown (1).
- */
+/* Return whether an exception is one of GCC's C++ runtime, of this kind. 0: thrown, and the object lies behind the
+ * exception; 1: rethrown. */
 static bool is_cxx(const struct _Unwind_Exception *exception, char kind) {
   const char *class = (const char *)&exception->exception_class;
   return class[0] == kind && memcmp(class + 1, "++CCUNG", 7) == 0;

@@ -8,8 +8,9 @@
 #include "core/failure.h"
 #include "execute/body.h"
 
-/* In seconds. After SPIN the thread pauses, each time for a PARTth of the time that it has waited. So it sees the next
- * call at most that much too late, and a core has little to do. */
+/* SPIN and LONGEST are in seconds. Once the thread has waited for SPIN it pauses, each time for a PARTth of the time
+ * that it has waited, and for LONGEST at most. So it sees the next call with a short delay, and leaves the core to
+ * others. */
 static const double SPIN = 50e-6, PART = 32, LONGEST = 200e-6;
 
 uint32_t flags_last = INT32_MAX;
@@ -21,23 +22,23 @@ struct job {
   uint32_t number;
 };
 
-/* The queue of our thread, in the order in which calls were enqueued; everything is under the lock. */
+/* The queue of our thread, in the order in which calls were enqueued. Each member is used under the lock. */
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t posted;
-  struct job *spare; /* jobs that are not used */
+  struct job *spare; /* jobs without a call, for the next calls */
   struct job *first, **end;
-  const struct flags *with_mpi; /* of the job that the thread has taken */
+  const struct flags *with_mpi; /* flags of the job that the thread is executing; NULL: none */
   bool running;
 } jobs = {.lock = PTHREAD_MUTEX_INITIALIZER, .posted = PTHREAD_COND_INITIALIZER, .end = &jobs.first};
 
 /* --- flags --- */
 
 static int make_one(const struct memory *memory, _Atomic uint32_t **flag) {
-  void *made = NULL;
-  int code = memory->flag_make(&made);
+  void *word = NULL;
+  int code = memory->flag_make(&word);
   if (code != 0) return code;
-  *flag = made;
+  *flag = word;
   atomic_store_explicit(*flag, 0, memory_order_release);
   return 0;
 }
@@ -60,7 +61,7 @@ void flags_free(struct flags *flags) {
   flags->asked = flags->done = NULL;
 }
 
-/* The next number; the count starts again when it has reached the limit. */
+/* Take the next number. When the count has reached the limit, wait for the stream and begin again at 1. */
 static int next_number(struct flags *flags, void *stream, uint32_t *number) {
   if (flags->given >= flags_last) {
     int code = flags->memory->stream_synchronize(stream);
@@ -73,7 +74,7 @@ static int next_number(struct flags *flags, void *stream, uint32_t *number) {
   return 0;
 }
 
-/* Under the lock of the queue. */
+/* Write a number to the second word, unless it has a larger one. Under the lock of the queue. */
 static void raise_done(struct flags *flags, uint32_t number) {
   if (atomic_load_explicit(flags->done, memory_order_relaxed) < number)
     atomic_store_explicit(flags->done, number, memory_order_release);
@@ -101,7 +102,7 @@ static void append_job(struct job *job) {
   jobs.end = &job->next;
 }
 
-/* Under the lock of the queue. */
+/* Keep a job for a later call. Under the lock of the queue. */
 static void put_away(struct job *job) {
   job->next = jobs.spare;
   jobs.spare = job;
@@ -123,7 +124,7 @@ static void job_run(struct job *job) {
   }
 }
 
-/* Host function: calls MPI in the driver's callback thread. */
+/* Host function: the driver's callback thread calls MPI. */
 static void run_in_callback(void *data) {
   job_run(data);
   job_free(data);
@@ -131,7 +132,7 @@ static void run_in_callback(void *data) {
 
 /* --- our thread --- */
 
-/* Ranks that share a core let each other go on meanwhile. */
+/* Pause, or yield, so that another rank on this core can go on. `waited`: the seconds so far. */
 static void pause_after(double waited) {
   double pause = waited / PART;
   if (waited < SPIN)
@@ -144,18 +145,18 @@ static bool turn_has_come(const struct job *job) {
   return job != NULL && atomic_load_explicit(job->flags->asked, memory_order_acquire) >= job->number;
 }
 
-/* Wait until the turn of the first job has come and take it. Under the lock, which is free at each pause. */
+/* Wait until the turn of the first job has come, and take the job. Under the lock, which is free during each pause. */
 static struct job *next_job(void) {
-  double since = seconds_now(), waited = 0;
+  double begun = seconds_now(), waited = 0;
   while (!turn_has_come(jobs.first)) {
     if (jobs.first == NULL && waited >= SPIN) {
       pthread_cond_wait(&jobs.posted, &jobs.lock);
-      since = seconds_now();
+      begun = seconds_now();
     }
     pthread_mutex_unlock(&jobs.lock);
     pause_after(waited);
     pthread_mutex_lock(&jobs.lock);
-    waited = seconds_now() - since;
+    waited = seconds_now() - begun;
   }
   struct job *job = jobs.first;
   if ((jobs.first = job->next) == NULL) jobs.end = &jobs.first;
@@ -194,7 +195,7 @@ static void post(struct job *job) {
   pthread_mutex_unlock(&jobs.lock);
 }
 
-/* The job is posted last: after an error nobody waits for the number that the stream writes. */
+/* Enqueue both steps of the stream, and only then post the job: after an error our thread has no job to wait for. */
 static int give_by_flags(struct job *job, void *stream) {
   struct flags *flags = job->flags;
   int code = next_number(flags, stream, &job->number);

@@ -26,11 +26,11 @@ bool memory_loaded(const struct memory *memory) {
 static const char *load_driver(const struct memory *memory) {
   enum { ROOM = 128 };
   if (memory->libraries == NULL) return memory->absent;
-  /* A copy that this process has loaded comes first: a second copy would not know the streams of the first. */
+  /* First look for a copy that this process has loaded: a second copy would not know the streams of the first. */
   void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
   if (library == NULL && (library = find_library(memory, RTLD_LAZY)) == NULL) return memory->absent;
   const char *missing = memory->load(library);
-  char *text = missing != NULL ? malloc(ROOM) : NULL; /* never freed; one per driver at most */
+  char *text = missing != NULL ? malloc(ROOM) : NULL; /* never freed; at most one for each driver */
   if (text != NULL) snprintf(text, ROOM, "the driver has no %s: install a newer one", missing);
   return text != NULL ? text : missing;
 }

@@ -1,6 +1,6 @@
 /* The memory spaces that the package knows.
  *
- * A space is a row in spaces.def and a file memory_NAME.c, which defines `memory_NAME`.
+ * A space has a row in spaces.def and a file memory_NAME.c, which defines `memory_NAME`.
  *
  * Threads: the functions are called under the GIL. */
 #ifndef JAXMPI_SPACES_H
@@ -17,7 +17,7 @@ extern const struct memory *const memory_spaces[]; /* ends with NULL; the host i
 /* Return whether this process has loaded the driver's library of a space. */
 bool memory_loaded(const struct memory *memory);
 
-/* Load the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
+/* Load the driver of a space at the first call. Return NULL, or why arrays of the space cannot be communicated. */
 const char *memory_open(const struct memory *memory);
 
 #endif
