@@ -1,5 +1,5 @@
-/* NVIDIA's devices, through the driver's library, which is on every machine with one. Building needs no SDK,
- * running does not need CUDA's runtime library. */
+/* NVIDIA's devices, through the driver's library, which every machine with such a device has. Building needs no SDK,
+ * and running does not need CUDA's runtime library. */
 
 #include <stdint.h>
 
@@ -10,8 +10,8 @@
 #include "devices/spaces.h"
 #include "devices/transport.h"
 
-/* Flags: streams that do not wait for the default stream, events without timing, memory pinned for all contexts, and
- * mapped into the device's address space. */
+/* The driver's flags: streams that do not wait for the default stream, events without timing, memory pinned for all
+ * contexts, and memory mapped into the device's address space. */
 enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1, MEMHOSTALLOC_DEVICEMAP = 2 };
 enum { WAIT_VALUE_GEQ = 0, WRITE_VALUE_DEFAULT = 0, NOT_READY = 600, NOT_SUPPORTED = 801 };
 
@@ -52,14 +52,14 @@ static int first_context(void **result) {
 }
 
 static int enter(void *entered, void **previous) {
-  *previous = NULL; /* the driver keeps a stack of entered contexts */
+  *previous = NULL; /* not needed: the driver keeps a stack of entered contexts */
   return CALL(cuCtxPushCurrent, entered);
 }
 
 static int leave(void *previous) {
-  CUcontext left;
+  CUcontext popped;
   (void)previous;
-  return CALL(cuCtxPopCurrent, &left);
+  return CALL(cuCtxPopCurrent, &popped);
 }
 
 static int pin(void **host, size_t bytes) { return CALL(cuMemHostAlloc, host, bytes, MEMHOSTALLOC_PORTABLE); }
@@ -106,7 +106,7 @@ static int call(void *stream, void (*function)(void *), void *data) {
 
 static bool has_flags(void) { return cuda.cuStreamWaitValue32 != NULL && cuda.cuStreamWriteValue32 != NULL; }
 
-/* No attribute of a device reports support of 32-bit values: so a stream waits for the value that is there. */
+/* No attribute of a device says whether streams wait for 32-bit values. So try: wait for the value that is there. */
 static int flags_serve(void *stream, void *flag, bool *served) {
   int code = CALL(cuStreamWaitValue32, stream, ADDRESS(flag), 0, WAIT_VALUE_GEQ);
   *served = code == 0;

@@ -50,7 +50,7 @@ static int count(int *devices) {
   return code != 0 ? code : CALL(hipGetDeviceCount, devices);
 }
 
-/* HIP has deprecated contexts: a thread enters a device, by number. */
+/* HIP has deprecated contexts. So the context is the number of a device, which a thread enters. */
 static int context(void *stream, void **result) {
   int device = 0, code = CALL(hipStreamGetDevice, stream, &device);
   *result = (void *)(intptr_t)device;
@@ -110,7 +110,7 @@ static int flags_serve(void *stream, void *flag, bool *served) {
   return code;
 }
 
-/* A stream can only wait for memory of signals, whose low half has the value. */
+/* A stream can only wait for signal memory, of which the low half holds the value. */
 static int flag_make(void **flag) { return CALL(hipExtMallocWithFlags, flag, SIGNAL_BYTES, MALLOC_SIGNAL_MEMORY); }
 
 static int flag_free(void *flag) { return CALL(hipFree, flag); }
@@ -152,7 +152,7 @@ static void text(int code, const char **name, const char **description) {
   *description = hip.hipGetErrorString(code);
 }
 
-/* ROCm's folder is seldom on the loader's path (JAX's plugin finds it by itself): so it is the last name below. */
+/* The loader seldom looks in ROCm's folder (JAX's plugin finds the folder by itself). So the last name below has it. */
 #define MEMORY memory_rocm
 #include "execute/handlers.h"
 

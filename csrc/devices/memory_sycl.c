@@ -1,13 +1,13 @@
 /* Intel's devices, through SYCL's library, which JAX's plugin for them brings. XLA's stream is a sycl::queue, in order.
  *
- * The library is written in C++. Its functions are called by their mangled names (sycl.def); an exception becomes an
- * error (exceptions.h). It is known once JAX has loaded the plugin: so it is looked for at the first call, and only
- * among the libraries of this process.
+ * The library is written in C++. We call the functions by their mangled names (sycl.def), and an exception becomes an
+ * error (exceptions.h). We look for the library at the first call, when JAX has loaded the plugin, and only among the
+ * libraries of this process.
  *
- * No function that both versions of the library have takes work of the host: nothing is left to a stream, and
- * transport.c waits (TRANSPORT_WAIT). None copies rows: they are copied one by one.
+ * No function that both versions of the library have takes work of the host. So nothing is left to a stream, and the
+ * thread of the call waits (TRANSPORT_WAIT). No function copies several rows: we copy them one by one.
  *
- * A context is a queue of XLA's, of which memory and further queues are made.
+ * A context is a queue of XLA's. From it we make memory and further queues.
  *
  * Threads: as in base/memory.h. contexts_lock is held for a moment, and so is the lock of an event.
  */
@@ -25,7 +25,7 @@
 #include "devices/transport.h"
 
 /* A sycl::queue, event or context is a std::shared_ptr, and in libsycl.so.8 a device is, too. In libsycl.so.9 a device
- * is a pointer alone, behind which the room that we give stays as it is: zeros, so that nothing is released. */
+ * is a pointer alone: behind it `counted` keeps the zeros that we put there, so that nothing is released. */
 struct shared {
   void *implementation;
   struct counted { /* of libstdc++ */
@@ -34,7 +34,7 @@ struct shared {
   } *counted;
 };
 
-/* Room for an object of the library. */
+/* Memory in which the library makes an object. */
 typedef union {
   struct shared shared;
   _Alignas(16) char room[256];
@@ -45,7 +45,7 @@ struct events {
   const struct shared *begin, *end, *room;
 };
 
-/* A sycl::detail::code_location, for the library's own reports: none. */
+/* A sycl::detail::code_location, which the library's own reports show: an empty one. */
 static const char nowhere[64];
 
 static struct sycl {
@@ -54,32 +54,32 @@ static struct sycl {
 #undef FUNCTION
 } sycl;
 
-/* Codes, which the library does not have. */
+/* Our error codes: the library has none. */
 enum { THROWN = 1, NO_MEMORY = 2, NOT_FOUND = 3 };
 
 /* --- the library --- */
 
-static char not_found[512]; /* why the library cannot be used */
+static char not_found[512]; /* why the library cannot be used; empty: it can, or nobody has looked for it */
 
 static void *find_library(const char **name) {
   static const char *const names[] = {"libsycl.so.9", "libsycl.so.8"};
-  void *found = NULL, *library;
+  void *loaded = NULL, *library;
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
     if ((library = dlopen(names[i], RTLD_LAZY | RTLD_NOLOAD)) == NULL) continue;
-    if (found != NULL) {
+    if (loaded != NULL) {
       snprintf(not_found, sizeof not_found,
                "this process has both libsycl.so.9 and libsycl.so.8, and nobody says to "
                "which a stream belongs: leave one of them out of LD_LIBRARY_PATH");
       return NULL;
     }
-    found = library;
+    loaded = library;
     *name = names[i];
   }
-  if (found == NULL)
+  if (loaded == NULL)
     snprintf(not_found, sizeof not_found,
              "this process has neither libsycl.so.8 nor libsycl.so.9, which jaxmpi knows: install a "
              "jax-oneapi-plugin[with-oneapi] that brings one of them");
-  return found;
+  return loaded;
 }
 
 static void load(void) {
@@ -102,14 +102,14 @@ static void load(void) {
 
 static _Thread_local char thrown[256]; /* the text of the last exception */
 
-/* Call a function of the library, with arguments from a structure. Return 0 or THROWN. */
+/* Call a function of the library with the arguments of a structure. Return 0 or THROWN. `shown`: the name in errors. */
 static int guard(const char *shown, void (*function)(void *), void *arguments) {
   const struct exception_class class = {"N4sycl3_V19exceptionE", sycl.exception_what};
   bool has_thrown = exceptions_catch(function, arguments, &class, thrown, sizeof thrown);
   return memory_checked(shown, has_thrown ? THROWN : 0);
 }
 
-/* The arguments of all functions, and what they return. */
+/* The arguments and results of all functions; each uses some members. */
 struct arguments {
   void *queue, *to;
   const void *from;
@@ -121,10 +121,10 @@ struct arguments {
 #define FUNCTION(name, shown, symbol, result, parameters) static const char name##_shown[] = shown;
 #include "devices/sycl.def"
 #undef FUNCTION
-#define GUARDED(name, ...)            \
-  static void name##_call(void *of) { \
-    struct arguments *a = of;         \
-    __VA_ARGS__;                      \
+#define GUARDED(name, ...)              \
+  static void name##_call(void *data) { \
+    struct arguments *a = data;         \
+    __VA_ARGS__;                        \
   }
 GUARDED(queue_memcpy, sycl.queue_memcpy(a->made, a->queue, a->to, a->from, a->bytes, nowhere))
 GUARDED(queue_memset, sycl.queue_memset(a->made, a->queue, a->to, 0, a->bytes, nowhere))
@@ -141,14 +141,14 @@ GUARDED(malloc_host, a->to = sycl.malloc_host(a->bytes, a->queue, nowhere))
 GUARDED(free_host, sycl.free_host(a->to, a->queue, nowhere))
 #define CALL(name, arguments) guard(name##_shown, name##_call, arguments)
 
-/* What the constructor and the destructor of a shared_ptr do. */
+/* The copy constructor and the destructor of a shared_ptr. */
 static struct shared share(const struct shared *shared) {
   if (shared->counted != NULL) atomic_fetch_add(&shared->counted->uses, 1);
   return *shared;
 }
 
 static void release(struct shared *shared) {
-  enum { DISPOSE = 2, DESTROY = 3 }; /* the places of virtual functions */
+  enum { DISPOSE = 2, DESTROY = 3 }; /* places in the table of virtual functions */
   struct counted *counted = shared->counted;
   *shared = (struct shared){NULL, NULL};
   if (counted == NULL || atomic_fetch_sub(&counted->uses, 1) != 1) return;
@@ -158,15 +158,15 @@ static void release(struct shared *shared) {
 
 /* --- contexts --- */
 
-/* A queue of XLA's, kept for ever, with a use of our own: XLA may destroy it before our memory is freed. */
+/* A queue of XLA's, which we share and never release: XLA may destroy the queue before our memory is freed. */
 static struct kept {
   struct kept *next;
   struct shared queue;
 } *contexts;
 static pthread_mutex_t contexts_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Find or make the context of a queue, with the lock. */
-static int context_of(const struct shared *queue, void **found) {
+/* Find or make the context of a queue. Under contexts_lock. */
+static int context_of(const struct shared *queue, void **result) {
   struct kept *kept = contexts;
   while (kept != NULL && kept->queue.implementation != queue->implementation) kept = kept->next;
   if (kept == NULL) {
@@ -174,16 +174,16 @@ static int context_of(const struct shared *queue, void **found) {
     *kept = (struct kept){contexts, share(queue)};
     contexts = kept;
   }
-  *found = &kept->queue;
+  *result = &kept->queue;
   return 0;
 }
 
-static int context(void *stream, void **found) {
-  static bool looked;
+static int context(void *stream, void **result) {
+  static bool tried;
   pthread_mutex_lock(&contexts_lock);
-  if (!looked) load();
-  looked = true;
-  int code = *not_found == '\0' ? context_of(stream, found) : memory_checked("loading SYCL", NOT_FOUND);
+  if (!tried) load();
+  tried = true;
+  int code = *not_found == '\0' ? context_of(stream, result) : memory_checked("loading SYCL", NOT_FOUND);
   pthread_mutex_unlock(&contexts_lock);
   return code;
 }
@@ -201,7 +201,7 @@ static int leave(void *previous) {
   return 0;
 }
 
-/* The number of GPUs that Level Zero shows to this process. */
+/* Count the GPUs that Level Zero shows to this process; 0 without Level Zero. */
 static int count(int *devices) {
   enum { GPU_ONLY = 1, MOST_DRIVERS = 16 };
   struct {
@@ -267,7 +267,7 @@ static int zero(void *device, size_t bytes, void *stream) {
 
 /* --- streams --- */
 
-/* A queue like XLA's: of the same context and device, and in order. */
+/* Make a queue like XLA's: of the same context and device, and in order. */
 static int stream_make(void **stream) {
   object context = {{NULL, NULL}}, device = {{NULL, NULL}};
   struct arguments a = {.queue = entered, .context = &context, .device = &device, .made = calloc(1, sizeof(object))};
@@ -295,22 +295,22 @@ static int stream_synchronize(void *stream) { return CALL(queue_wait, (&(struct 
 
 /* --- events --- */
 
-/* The library makes an event when it is recorded. One thread may record while another one waits. */
+/* The library makes a new event at each record: the latest one counts. One thread may record while another waits. */
 struct event {
   pthread_mutex_t lock;
   struct shared latest;
 };
 
-static int event_make(void **made) {
+static int event_make(void **result) {
   struct event *event = calloc(1, sizeof *event);
   if (event == NULL) return memory_checked("calloc", NO_MEMORY);
   pthread_mutex_init(&event->lock, NULL);
-  *made = event;
+  *result = event;
   return 0;
 }
 
-static int event_free(void *of) {
-  struct event *event = of;
+static int event_free(void *data) {
+  struct event *event = data;
   release(&event->latest);
   pthread_mutex_destroy(&event->lock);
   free(event);
@@ -319,14 +319,14 @@ static int event_free(void *of) {
 
 /* For XLA's queues, which measure times (property::queue::enable_profiling), the library makes a barrier here. For
  * another queue in order libsycl.so.8 may return the event of an earlier copy. */
-static int event_record(void *of, void *stream) {
-  struct event *event = of;
-  object made;
-  int code = CALL(queue_barrier, (&(struct arguments){.queue = stream, .made = &made}));
+static int event_record(void *data, void *stream) {
+  struct event *event = data;
+  object barrier;
+  int code = CALL(queue_barrier, (&(struct arguments){.queue = stream, .made = &barrier}));
   if (code != 0) return code;
   pthread_mutex_lock(&event->lock);
   struct shared before = event->latest;
-  event->latest = made.shared;
+  event->latest = barrier.shared;
   pthread_mutex_unlock(&event->lock);
   release(&before);
   return 0;
@@ -339,19 +339,19 @@ static struct shared latest_of(struct event *event) {
   return latest;
 }
 
-static int event_synchronize(void *of) {
-  struct shared latest = latest_of(of);
+static int event_synchronize(void *event) {
+  struct shared latest = latest_of(event);
   int code = latest.implementation != NULL ? CALL(event_wait, (&(struct arguments){.event = &latest})) : 0;
   release(&latest);
   return code;
 }
 
-static int stream_wait(void *stream, void *of) {
-  object made;
-  struct shared latest = latest_of(of);
-  struct arguments a = {.queue = stream, .event = &latest, .made = &made};
+static int stream_wait(void *stream, void *event) {
+  object barrier;
+  struct shared latest = latest_of(event);
+  struct arguments a = {.queue = stream, .event = &latest, .made = &barrier};
   int code = latest.implementation != NULL ? CALL(queue_barrier_after, &a) : 0;
-  if (code == 0 && latest.implementation != NULL) release(&made.shared);
+  if (code == 0 && latest.implementation != NULL) release(&barrier.shared);
   release(&latest);
   return code;
 }

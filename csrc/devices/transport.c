@@ -11,7 +11,7 @@
 
 enum { SLOTS = 4, OUTGROWN = 48 };
 
-/* The streams of our own that a chunk passes, in this order, and the events that mark its progress. */
+/* A chunk passes these streams of ours, in this order, and these events mark the progress. */
 enum { DOWN, THROUGH, UP, STREAMS };
 enum { FETCHED, PASSED, STORED, EVENTS };
 
@@ -47,7 +47,8 @@ static void state_add(struct stream_state *state) {
   pthread_mutex_unlock(&states_lock);
 }
 
-static int state_make(const struct memory *memory, void *stream, void *context, struct stream_state **made) {
+/* Make a state, taken by this thread. Return as state_take. */
+static int state_make(const struct memory *memory, void *stream, void *context, struct stream_state **result) {
   struct stream_state *state = calloc(1, sizeof *state);
   int code;
   if (state == NULL) return -1;
@@ -61,12 +62,12 @@ static int state_make(const struct memory *memory, void *stream, void *context, 
   state->context = context;
   pthread_mutex_lock(&state->taken);
   state_add(state);
-  *made = state;
+  *result = state;
   return 0;
 }
 
-/* A state for the call's stream, this thread's until it unlocks `taken`. Return 0, the driver's code, or -1: no memory.
- */
+/* Take or make a state for the call's stream, which belongs to this thread until it unlocks `taken`. Return 0, the
+ * driver's code, or -1: no memory. */
 static int state_take(const struct call *call, void *context, struct stream_state **taken) {
   pthread_mutex_lock(&states_lock);
   struct stream_state *state = states;
@@ -78,21 +79,21 @@ static int state_take(const struct call *call, void *context, struct stream_stat
   return state != NULL ? 0 : state_make(call->memory, call->stream, context, taken);
 }
 
-/* Make the pinned memory at least that large; it grows by doubling. */
+/* Make the pinned memory hold `bytes` at least. Return 0 or the driver's code. */
 static int state_reserve(struct stream_state *state, size_t bytes) {
   if (bytes <= state->capacity) return 0;
   size_t capacity = memory_doubled(state->capacity, bytes);
-  void *made = NULL;
-  int code = state->memory->pin(&made, capacity);
+  void *staging = NULL;
+  int code = state->memory->pin(&staging, capacity);
   if (code != 0) return code;
   if (state->staging != NULL) state->outgrown[state->outgrown_count++] = state->staging;
-  state->staging = made;
+  state->staging = staging;
   state->capacity = capacity;
   return 0;
 }
 
-/* Make the streams and events for chunks. After a failure the next call uses those already made, and state_free frees
- * them. */
+/* Make the streams and events for chunks. After a failure the state keeps the ones that exist, for the next call and
+ * for state_free. */
 static int state_divide(struct stream_state *state) {
   const struct memory *memory = state->memory;
   void **events = state->events[0];
@@ -113,8 +114,8 @@ static void state_drain(struct stream_state *state) {
   }
 }
 
-/* Free a state, and return whether it did. It does not while MPI may be using the memory for a stream that is never
- * done, because the device has failed. */
+/* Free a state, unless MPI may be using the memory. MPI may do so after a failure of the device, when the stream never
+ * gets to the end. Return whether the state has been freed. */
 static bool state_free(struct stream_state *state) {
   const struct memory *memory = state->memory;
   void **events = state->events[0], *previous;
@@ -142,7 +143,7 @@ static bool state_free(struct stream_state *state) {
 
 void transport_drain(void) {
   pthread_mutex_lock(&states_lock);
-  struct stream_state *state = states; /* states are added in front of it, and only transport_finish removes any */
+  struct stream_state *state = states; /* other threads add states in front; only transport_finish removes states */
   pthread_mutex_unlock(&states_lock);
   for (; state != NULL; state = state->next) {
     void *previous;
@@ -168,16 +169,16 @@ void transport_finish(void) {
 
 /* --- one operation --- */
 
-/* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. If
- * ranks compare their calls, no chunk may be enqueued before they have agreed. Streams of some devices take no calls.
- */
+/* Choose the transport of a staged call. A call is not left to the stream in these cases. A user's reduction may need
+ * the GIL, which another thread may hold while it waits for the stream in the driver. If ranks compare their calls, no
+ * chunk may be enqueued before they have agreed. Streams of some devices take no calls. */
 static enum transport transport_of(const struct call *call) {
   bool leaves = importer && call->reducer != REDUCER_USER && !call->comparison.due && call->memory->call != NULL;
   return leaves ? runtime.transport : TRANSPORT_WAIT;
 }
 
-/* Return whether an aware MPI can do the call on device memory. It cannot if a function reduces that reads host memory.
- * It cannot if buffers are joined, unpacked by a plan, or in chunks of several rows, which must be packed first. */
+/* Return whether an aware MPI can execute the call on device memory. It cannot if a function that reads host memory
+ * reduces. It cannot if buffers must be packed first: joined buffers, buffers of a plan, and chunks of several rows. */
 static bool within_reach(const struct call *call) {
   const struct division *division = &call->division;
   if (has_request(call->operation)) return false; /* data in flight is on the host */
@@ -185,9 +186,9 @@ static bool within_reach(const struct call *call) {
   return (division->rows_read == 1 && division->rows_written == 1) || division_is_one(division);
 }
 
-/* One operation. If it is not divided, `down`, `through` and `up` are all XLA's stream, whose order suffices. Buffers
- * for the core are staged in front of the slots. If MPI does not get device pointers, the buffers for MPI are staged in
- * each slot. */
+/* One operation. If it is not divided, `down`, `through` and `up` are all XLA's stream, because the order of that
+ * stream suffices. Buffers for the core are staged in front of the slots. If MPI does not get device pointers, the
+ * buffers for MPI are staged in each slot. */
 struct stage {
   const struct call *call;
   struct stream_state *state;
@@ -233,7 +234,7 @@ static int copy_buffer(const struct stage *stage, bool up, const struct buffer *
                           (struct rows){width, count, width, (ptrdiff_t)pitch}, up ? stage->up : stage->down);
 }
 
-/* Copy a buffer that is joined down to the host, or up to the device, leaf by leaf. */
+/* Copy a joined buffer down to the host, or up to the device, leaf by leaf. */
 static int copy_leaves(const struct stage *stage, bool up, int buffer, const struct buffer *host) {
   int count, rows = call_rows(stage->call, host), code = 0;
   const struct buffer *leaf = leaves_of(stage->call, buffer, &count);
@@ -249,14 +250,14 @@ static int copy_leaves(const struct stage *stage, bool up, int buffer, const str
   return code;
 }
 
-/* Copy the staged buffers that are read down, or the staged buffers that are written up. Buffers for MPI: the part of
- * this chunk. Buffers for the core: down with the first chunk, up with the last. */
+/* Copy the staged buffers that the call reads down, or the staged buffers that it writes up. Of buffers for MPI, copy
+ * the part of this chunk. Copy buffers for the core down with the first chunk, and up with the last. */
 static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, const struct chunk *chunk) {
-  int64_t with_hosts = up ? stage->chunks - 1 : 0;
+  int64_t with_core = up ? stage->chunks - 1 : 0;
   for (int i = 0; i < chunk->call.buffer_count; i++) {
     const struct buffer *host = &chunk->call.buffers[i];
     if (role_is_written(host->role) != up || !is_staged(stage, host)) continue;
-    if (role_is_of_host(host->role) && number != with_hosts) continue;
+    if (role_is_of_host(host->role) && number != with_core) continue;
     if (stage->call->leaves != NULL)
       TRY_DRIVER(stage->call, copy_leaves(stage, up, i, host));
     else
@@ -309,8 +310,8 @@ static ffi_error *store_chunk(const struct stage *stage, int64_t number) {
   return NULL;
 }
 
-/* The partner of `written`, the nth WRITE buffer: the index of the nth READ buffer if that has the same size, else -1.
- */
+/* Return the partner of `written`, the nth WRITE buffer: the index of the nth READ buffer if both have the same size,
+ * and otherwise -1. */
 static int partner_of(const struct call *call, int written) {
   int number = 0;
   for (int i = 0; i < written; i++) number += call->buffers[i].role == ROLE_WRITE;
@@ -342,8 +343,7 @@ static void lay_out(struct stage *stage) {
   if (stage->divided) stage->room = memory_aligned(stage->room);
 }
 
-/* Make the flags of the state, if they are to be used. A device without flags takes a callback, unless the user has
- * asked for flags. */
+/* Make the flags of the state. On a device without flags use a callback, unless the user has asked for flags. */
 static ffi_error *prepare_flags(struct stage *stage) {
   struct flags *flags = &stage->state->flags;
   TRY_DRIVER(stage->call, flags_make(flags, stage->call->memory, stage->call->stream));
@@ -382,14 +382,14 @@ static ffi_error *run_chunks(const struct stage *stage) {
   TRY_DRIVER(call, order_streams(stage, call->stream, stage->state->done, stage->down));
   ffi_error *error = fetch_chunk(stage, 0);
   for (int64_t i = 0; i < stage->chunks && error == NULL; i++) {
-    if (i + 1 < stage->chunks) error = fetch_chunk(stage, i + 1); /* copied while this thread is in MPI */
+    if (i + 1 < stage->chunks) error = fetch_chunk(stage, i + 1); /* the device copies it while MPI has chunk i */
     if (error == NULL) error = pass_chunk(stage, i);
     if (error == NULL) error = store_chunk(stage, i);
   }
   if (error != NULL) return error;
   if (stage->divided)
     TRY_DRIVER(call, call->memory->stream_wait(call->stream, events_of(stage, stage->chunks - 1)[STORED]));
-  bool waited = stage->aware && stage->front + stage->room == 0; /* for MPI, and nothing was staged */
+  bool waited = stage->aware && stage->front + stage->room == 0; /* this thread, for MPI; nothing was staged */
   if (!waited) TRY_DRIVER(call, call->memory->event_record(stage->state->done, call->stream));
   return NULL;
 }

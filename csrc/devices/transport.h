@@ -6,21 +6,20 @@
  *          which thread calls MPI, and thereby whether the thread that executes the call has to wait.
  *
  * Only one thread may leave operations to the stream: the one that imported the package. If several threads enqueued
- * operations on one stream, their order could differ from rank to rank. An operation that waits there for peers
- * would hold up the operations of other threads behind it: different ones on each rank, so that all wait. A single
- * thread runs the same part of the program on each rank, so the operations on the stream have the order of the program.
- * Operations of other threads (TRANSPORT_WAIT) hold up nothing on the stream. They only wait for operations that the
- * one thread has enqueued before.
+ * operations on one stream, the order could differ from rank to rank. An operation that waits for peers would then hold
+ * up the operations behind it, which are different ones on each rank, so that all ranks wait. A single thread runs the
+ * same part of the program on each rank, so the operations on the stream have the order of the program. Operations of
+ * other threads (TRANSPORT_WAIT) hold up nothing on the stream. They only wait for operations that this thread has
+ * enqueued before.
  *
  * An operation that the ranks compare first (compare.h) waits for the stream on every transport.
  *
  * A staged operation that can be divided goes in chunks if the communicator has a chunk size: one chunk is copied while
  * another is with MPI, on streams of our own.
  *
- * The thread that imported the package leaves calls to streams in one of two ways: see jobs.h.
- *
- * Where no thread waits, an error of MPI comes after the operation has returned: it is deferred to the next operation,
- * and all bits of the result are set (NaN; -1; true).
+ * The thread that imported the package leaves calls to streams in one of two ways: see jobs.h. If no thread waits, an
+ * error of MPI comes after the operation has returned. Then the next operation reports the error, and all bits of the
+ * result are set (NaN; -1; true).
  *
  * Threads: a handler calls transport_run in the thread in which XLA called the handler, without the GIL and with no
  * lock held. It takes states_lock for a moment, and holds the lock `taken` of a stream state until it returns. Under
@@ -40,8 +39,8 @@ ffi_error *transport_run(struct call *call);
 /* Wait for the operations left to streams. */
 void transport_drain(void);
 
-/* Wait for the operations left to streams and free all streams, events and pinned memory. Drop the operations of a
- * stream whose device has failed. Their memory stays until the next call, because MPI may be using it. */
+/* Wait for the operations left to streams, and free all streams, events and pinned memory. Drop the operations of a
+ * stream if the device has failed. Memory that MPI may still be using stays until the next call of this function. */
 void transport_finish(void);
 
 #endif
