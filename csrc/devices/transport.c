@@ -169,9 +169,10 @@ void transport_finish(void) {
 
 /* --- one operation --- */
 
-/* Choose the transport of a staged call. A call is not left to the stream in these cases. A user's reduction may need
- * the GIL, which another thread may hold while it waits for the stream in the driver. If ranks compare their calls, no
- * chunk may be enqueued before they have agreed. Streams of some devices take no calls. */
+/* Choose the transport of a staged call. Calls of other threads are not left to the stream (transport.h), nor are calls
+ * in these cases. A user's reduction may need the GIL, which another thread may hold while it waits for the stream in
+ * the driver. If ranks compare their calls, no chunk may be enqueued before they have agreed. Streams of some devices
+ * take no calls. */
 static enum transport transport_of(const struct call *call) {
   bool leaves = importer && call->reducer != REDUCER_USER && !call->comparison.due && call->memory->call != NULL;
   return leaves ? runtime.transport : TRANSPORT_WAIT;
