@@ -1,6 +1,6 @@
-"""The choice of a rank's accelerator among those of its machine: `python -m jaxmpi.run --devices rank`.
+"""The choice of one of the machine's accelerators for a rank: `python -m jaxmpi.run --devices rank`.
 
-When Python runs this file as a script, it prints the devices that the process sees.
+When Python runs this file as a script, it prints how many devices the process sees.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ LAUNCHERS = (
     ("FLUX_TASK_LOCAL_ID", None),
     ("SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
 )
-"""The variables with the local rank and the number of local ranks, per launcher. The schedulers come last: a launcher
-inside their job inherits their variables."""
+"""The variables with the local rank and the number of local ranks, for each launcher. The schedulers come last, because
+a launcher inside a job of a scheduler inherits the variables of the scheduler."""
 
 JAX_NAMES = {"CUDA": "cuda", "ROCM": "rocm", "ONEAPI": "oneapi"}
 """JAX's names of the platforms, by XLA's names."""
 PLACED = ("CUDA", "ROCM", "ONEAPI")
 """The platforms whose devices ranks take."""
 decided = False
-"""Whether the launcher has decided about the devices of this rank."""
+"""Whether `take` has decided on the devices of this rank."""
 
 _NARROWED = (
     "CUDA_VISIBLE_DEVICES",
@@ -39,6 +39,7 @@ _NARROWED = (
     "GPU_DEVICE_ORDINAL",
     "ZE_AFFINITY_MASK",
 )
+"""The variables by which a scheduler or a user leaves a process some devices of the machine."""
 _CHOSEN_BY_INTEL = ("ONEAPI_DEVICE_SELECTOR", "I_MPI_OFFLOAD", "I_MPI_OFFLOAD_PIN")
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -48,7 +49,7 @@ def _number(text: str | None) -> int | None:
 
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
-    """Return the number of this rank on its machine, and how many ranks run there; None where no variable says it."""
+    """Return the number of this rank on the machine, and how many ranks run there; None if no variable says it."""
     for rank_name, size_name in LAUNCHERS:
         rank = _number(environment.get(rank_name))
         if rank is not None:
@@ -57,32 +58,35 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
 
 
 def has_plugin(platform: str) -> bool:
-    """Return whether JAX can have a platform. For Intel's devices, which many machines have beside others, a package
-    must be installed."""
+    """Return whether JAX can have a platform. Many machines have Intel's devices beside others: for those JAX needs a
+    package."""
     return platform != "ONEAPI" or importlib.util.find_spec("jax_oneapi_plugin") is not None
 
 
 def allows(jax_platforms: str, platform: str) -> bool:
     """Return whether JAX may use a platform, by JAX_PLATFORMS. If that is empty it may use all that it can have."""
-    named = not jax_platforms or not {JAX_NAMES[platform], "gpu"}.isdisjoint(jax_platforms.split(","))
-    return named and has_plugin(platform)
+    is_named = not jax_platforms or not {JAX_NAMES[platform], "gpu"}.isdisjoint(jax_platforms.split(","))
+    return is_named and has_plugin(platform)
 
 
 def undecided(environment: Mapping[str, str]) -> list[str]:
     """Return the platforms that JAX may use and on which the user has not chosen a device."""
-    named = environment.get("JAX_PLATFORMS", "")
+    jax_platforms = environment.get("JAX_PLATFORMS", "")
     return [
         platform
         for platform in PLACED
         if not environment.get(f"JAX_{platform}_VISIBLE_DEVICES")
-        and allows(named, platform)
-        # Of these the drivers that are asked know nothing: SYCL's own choice, and Intel MPI's, at MPI_Init.
+        and allows(jax_platforms, platform)
+        # The driver that is asked does not know what SYCL has chosen, nor what Intel MPI chooses at MPI_Init.
         and not (platform == "ONEAPI" and any(environment.get(name, "0") != "0" for name in _CHOSEN_BY_INTEL))
     ]
 
 
 def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that give this rank one of the `counts` devices, and a share of memory if ranks share it."""
+    """Return the variables that give this rank a device, and a share of the memory if ranks share the device.
+
+    `counts`: the number of devices of each platform.
+    """
     local = local_rank(environment)
     if local is None:
         return {}
@@ -93,9 +97,9 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
         count = counts.get(platform, 0)
         if count > 1:
             chosen[f"JAX_{platform}_VISIBLE_DEVICES"] = str(rank % count)
-        # A single device may be this rank's own, if a scheduler has left it one of several.
-        common = count > 1 or (count == 1 and not any(environment.get(name) for name in _NARROWED))
-        if common and size is not None:
+        # A single device may belong to this rank alone, if a scheduler has left it one of several.
+        is_shared = count > 1 or (count == 1 and not any(environment.get(name) for name in _NARROWED))
+        if is_shared and size is not None:
             sharing = max(sharing, len(range(rank % count, size, count)))
     preallocates = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") not in ("false", "False", "0")
     fraction = environment.get(_FRACTION) or environment.get("XLA_CLIENT_MEM_FRACTION")
@@ -105,15 +109,15 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
 
 
 def core_file() -> str:
-    """Return the path of the core, which an editable install keeps elsewhere; empty if none. Import nothing."""
+    """Return the path of the core, which an editable install keeps elsewhere; empty: there is none. Import nothing."""
     name, package = "jaxmpi._core", [str(Path(__file__).parents[1] / "jaxmpi")]
     specs = (finder.find_spec(name, package) for finder in sys.meta_path)
     return next((spec.origin or "" for spec in specs if spec is not None), "")
 
 
-def _ask_drivers(core_file: str, platforms: Sequence[str]) -> dict[str, int]:
-    """Ask the core for the number of devices of each platform that this process may use."""
-    spec = importlib.util.spec_from_file_location("jaxmpi._core", core_file)
+def _ask_drivers(path: str, platforms: Sequence[str]) -> dict[str, int]:
+    """Ask the core, at this path, how many devices of each platform this process may use."""
+    spec = importlib.util.spec_from_file_location("jaxmpi._core", path)
     if spec is None or spec.loader is None:
         return {}
     core = importlib.util.module_from_spec(spec)
@@ -125,18 +129,18 @@ def device_counts(platforms: Sequence[str]) -> dict[str, int]:
     """Return how many devices of each of these platforms this rank may use; empty if the drivers cannot be asked.
 
     A separate process asks. If this process loaded a driver, jaxmpi would later believe that the MPI library uses the
-    driver, and processes that the program forks could not use it.
+    driver, and processes that the program forks could not use the driver.
     """
     command = [sys.executable, "-S", __file__, core_file(), *platforms]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, check=True)
-        return json.loads(done.stdout)
+        answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, check=True)
+        return json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
 
 
 def take(config: Any, may_assign: bool = True) -> None:
-    """Choose, and pass the choice to JAX's `config`: JAX does not read these variables itself."""
+    """Choose a device for this rank, and pass the choice to JAX's `config`: JAX does not read these variables."""
     global decided
     decided = True
     if may_assign and local_rank(os.environ) is not None and (platforms := undecided(os.environ)):
