@@ -1,6 +1,6 @@
-"""How a trace that differentiates handles operations, and higher-order primitives that communicate.
+"""The hooks of a trace that differentiates, for operations and for higher-order primitives that communicate.
 
-A higher-order primitive has a computation inside, which JAX differentiates: calls, branches, loops, linear solves.
+A higher-order primitive (a call, branches, a loop, a linear solve) has a computation inside, which JAX differentiates.
 """
 
 import contextvars
@@ -51,8 +51,11 @@ from jaxmpi._primitive.operation import is_ours
 def _operand_to_differentiate(
     trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
 ) -> list[int]:
-    """Return an operand from `start` to `stop` to make depend on the differentiated inputs: one with a tangent if
-    possible; none if no operand can have one. `requests`: also an operand that may be a request, without tangent."""
+    """Return the position of the operand that must depend on the differentiated inputs, among `start` to `stop`.
+
+    Prefer an operand with a tangent. Return an empty list if no operand can have a tangent. `requests`: an operand
+    without a tangent may be a request.
+    """
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if internals.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
     others = possible if requests else [i for i in possible if not may_be_request(tracers[i])]
@@ -60,11 +63,11 @@ def _operand_to_differentiate(
 
 
 def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
-    """Return an operand of a higher-order primitive to make depend on the differentiated inputs; none if it needs a
-    dummy operand.
+    """Return the position of the operand of a higher-order primitive that must depend on the differentiated inputs.
 
-    The operand is not a request, whose tangent would start the adjoint of the request. A dummy operand is also needed
-    if there are derivatives inside, because their values must depend on the differentiated inputs, too.
+    Return an empty list if the primitive needs a dummy operand. It needs one if no operand can have a tangent. The
+    tangent of a request would start the adjoint of the request, so a request gets no tangent. The primitive also needs
+    a dummy operand if there are derivatives inside, because their values must depend on the differentiated inputs, too.
     """
     if _has_derivatives(params) and _trace_with_dummy.get() is not trace:
         return []
@@ -76,7 +79,7 @@ _trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("trace_w
 
 
 def _has_derivatives(params: JaxParams) -> bool:
-    """Return whether a computation inside contains derivatives of communication, even if none of them communicates."""
+    """Return whether a computation inside contains derivatives of communication, though they may not communicate."""
     return any(map(_contains_derivatives, jaxprs.inner_jaxprs(params)))
 
 
@@ -95,7 +98,7 @@ _with_derivatives: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDicti
 
 
 def _dummy_operand(trace: Any) -> Any:
-    """Return a number without meaning. The number and the tangent depend on the differentiated inputs."""
+    """Return a number without meaning that depends, with the tangent, on the differentiated inputs."""
     (tracer,) = make_operands_depend(trace, [ZERO], [0], "what")
     return make_value_depend(trace, tracer)
 
@@ -107,15 +110,15 @@ def _differentiate_inside(own: Callable[..., Any], *args: Any, place: int | None
 
 
 def _differentiate_call(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    if which := _operand_of_higher_order(trace, tracers, params):
-        return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
+    if positions := _operand_of_higher_order(trace, tracers, params):
+        return own(trace, primitive, make_operands_depend(trace, tracers, positions, primitive.name), params)
     return own(trace, primitive, [_dummy_operand(trace), *tracers], with_parameter_of_call(params), place=0)
 
 
 def _differentiate_scan(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    if which := _operand_of_higher_order(trace, tracers, params):
-        tracers, place = make_operands_depend(trace, tracers, which, "scan"), None
-        if _trace_with_dummy.get() is trace:  # it is the first carried number
+    if positions := _operand_of_higher_order(trace, tracers, params):
+        tracers, place = make_operands_depend(trace, tracers, positions, "scan"), None
+        if _trace_with_dummy.get() is trace:  # the dummy operand is the first carried number
             constants, _ = jaxprs.parts_of_scan(params)
             place = sum(has_tangent(trace, [x]) for x in tracers[:constants])
         return own(trace, primitive, tracers, params, place=place)
@@ -124,8 +127,8 @@ def _differentiate_scan(own: Any, trace: Any, primitive: Any, tracers: Any, para
 
 
 def _differentiate_cond(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    if which := _operand_of_higher_order(trace, tracers, params, 1):
-        return own(trace, primitive, make_operands_depend(trace, tracers, which, "cond"), params)
+    if positions := _operand_of_higher_order(trace, tracers, params, 1):
+        return own(trace, primitive, make_operands_depend(trace, tracers, positions, "cond"), params)
     branches = tuple(map(with_parameter, params["branches"]))
     tracers = [tracers[0], _dummy_operand(trace), *tracers[1:]]
     return own(trace, primitive, tracers, {**params, "branches": branches}, place=0)
@@ -133,23 +136,24 @@ def _differentiate_cond(own: Any, trace: Any, primitive: Any, tracers: Any, para
 
 def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
-    if which := _operand_of_higher_order(trace, tracers, params, tests):
-        return own(trace, primitive, make_operands_depend(trace, tracers, which, "while_loop"), params)
+    if positions := _operand_of_higher_order(trace, tracers, params, tests):
+        return own(trace, primitive, make_operands_depend(trace, tracers, positions, "while_loop"), params)
     body = {"body_jaxpr": with_parameter(params["body_jaxpr"]), "body_nconsts": steps + 1}
     tracers = [*tracers[:tests], _dummy_operand(trace), *tracers[tests:]]
     return own(trace, primitive, tracers, {**params, **body}, place=0)
 
 
 def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Make an operand of a linear solve's matrix and one of the right-hand side depend on the differentiated inputs.
+    """Make the operands of a linear solve depend on the differentiated inputs: one of the matrix, if the matrix
+    communicates, and one of the right-hand side.
 
-    The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
-    of the derivative maps the solve, and with it the communication of the matrix: see
+    The derivative of a matrix that communicates is communication, even if the matrix depends on no input on this rank.
+    A `vmap` of the derivative maps the solve, and with it the communication of the matrix: see
     `rewrites.that_depends_on_arguments`.
     """
     lengths, parts = params["const_lengths"], params["jaxprs"]
     parts = type(parts)(*map(that_depends_on_arguments, parts, lengths))
-    which = _operand_to_differentiate(trace, tracers, sum(lengths))
+    positions = _operand_to_differentiate(trace, tracers, sum(lengths))
     if EFFECT in parts.matvec.effects:
         if not _operand_to_differentiate(trace, tracers, 0, lengths.matvec):
             matvec = parts.matvec
@@ -158,28 +162,28 @@ def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: A
                 wider = jax.make_jaxpr(lambda _, *arguments: jaxprs.evaluate(matvec, *arguments))(*avals)
             parts = parts._replace(matvec=wider)
             lengths = lengths._replace(matvec=lengths.matvec + 1)
-            tracers, which = [_dummy_operand(trace), *tracers], [i + 1 for i in which]
-        which = _operand_to_differentiate(trace, tracers, 0, lengths.matvec) + which
+            tracers, positions = [_dummy_operand(trace), *tracers], [i + 1 for i in positions]
+        positions = _operand_to_differentiate(trace, tracers, 0, lengths.matvec) + positions
     params = {**params, "const_lengths": lengths, "jaxprs": parts}
-    return own(trace, primitive, make_operands_depend(trace, tracers, which, "custom_linear_solve"), params)
+    return own(trace, primitive, make_operands_depend(trace, tracers, positions, "custom_linear_solve"), params)
 
 
 def _refuse_custom_vmap(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> None:
-    """Refuse the primitive: the user's rule decides what the tangent maps, which may differ from rank to rank."""
+    """Refuse the primitive, because the user's rule decides what the tangent maps, and ranks may decide differently."""
     raise unsupported("a function with jax.custom_batching.custom_vmap")
 
 
 def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
-    """Differentiate a primitive represented by an object (JAX 0.9 and later). All operands of a root get tangents,
-    because the derivative depends on which of them have some."""
-    which = internals.inexact_among(tracers)
-    if type(params["_prim"]) not in _OBJECTS or not which:
-        raise unsupported(type(params["_prim"]).__name__)
-    return own(trace, primitive, make_operands_depend(trace, tracers, which, type(params["_prim"]).__name__), params)
+    """Differentiate a primitive represented by an object (JAX 0.9 and later). Give all operands of a root tangents,
+    because the derivative depends on which operands have tangents."""
+    positions, kind = internals.inexact_among(tracers), type(params["_prim"])
+    if kind not in _OBJECTS or not positions:
+        raise unsupported(kind.__name__)
+    return own(trace, primitive, make_operands_depend(trace, tracers, positions, kind.__name__), params)
 
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
-    """Bind the older kind of checkpoint, which carries effects, if the newer kind or the derivative communicates."""
+    """Bind the older kind of checkpoint, which carries effects, if the checkpoint or the derivative communicates."""
     jaxpr = jaxprs.open_jaxpr(traced.jaxpr)
     if EFFECT not in jaxpr.effects and not rules_communicate(core.trace_ctx.trace, jaxpr):
         return own(traced, *args)
@@ -209,7 +213,7 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 def _differentiate_dependence(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Make a derivative that is differentiated again a value: see `make_value_depend`."""
+    """Make the result of `depends_on` a value, when a derivative is differentiated again: see `make_value_depend`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
     return make_value_depend(trace, own(trace, primitive, tracers, params))
@@ -243,8 +247,8 @@ def differentiate(
         effect.check()
         if (possible := unreported.differentiated_operands(primitive, params)) is None:
             raise unsupported(primitive.name)
-        which = [i for i in possible if internals.inexact(tracers[i])]
-        return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
+        positions = [i for i in possible if internals.inexact(tracers[i])]
+        return own(trace, primitive, make_operands_depend(trace, tracers, positions, primitive.name), params)
     return own(trace, primitive, tracers, params)
 
 
@@ -252,8 +256,8 @@ def differentiate(
 def differentiate_call(
     own: Callable[..., Any], trace: Any, primitive: Any, function: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:
-    """Differentiate the called function in place of the call. The trace that JAX starts for the call would have only
-    the call's operands as differentiated inputs with tangents, and there may be none."""
+    """Differentiate the called function instead of the call. The trace that JAX starts for a call has only the operands
+    with tangents as differentiated inputs, and no operand may have a tangent."""
     inputs_of(trace)
     if not communicates_when_called(function, map(jax.typeof, tracers)):
         return own(trace, primitive, function, tracers, params)
@@ -264,7 +268,7 @@ def differentiate_call(
 def refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> Any:
     if is_ours(primitive) or communicates(params):
         raise Unsupported(
-            f"jaxmpi: derivatives of communication need JAX 0.7 or newer, this is {jax.__version__}: it leaves out of "
-            "a derivative what nothing on this rank depends on, though other ranks may."
+            f"jaxmpi: derivatives of communication need JAX 0.7 or newer, and this is {jax.__version__}, which leaves "
+            "an operation out of a derivative if nothing on this rank depends on it. Other ranks may need it."
         )
     return own(trace, primitive, tracers, params)
