@@ -30,26 +30,26 @@ from jaxmpi._primitive.effect import (
 def differentiate_custom_jvp(
     own: Any, trace: Any, primitive: Any, function: Any, rule: Any, tracers: Any, *more: Any, **options: Any
 ) -> Any:
-    """Give all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
+    """Give all operands tangents, because the rule may communicate each tangent, also a zero that JAX has made.
 
-    If all operands have tangents already, the rule is not traced to see whether it communicates: JAX calls it anyway.
+    If all operands have tangents already, do not trace the rule to see whether it communicates: JAX calls it anyway.
     """
 
     def with_tangents(*xs: Any) -> Any:
         return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
 
-    def asks(avals: Any) -> Any:
+    def communicates(avals: Any) -> bool:
         return communicates_when_called(function, avals) or communicates_when_called(rule, avals, with_tangents)
 
     inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
-    without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
-    asked = _asked(trace, tracers, function, rule, asks) if without or inside_higher_order.get() else False
-    if asked:
+    lacking = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
+    answer = _ask(trace, tracers, function, rule, communicates) if lacking or inside_higher_order.get() else False
+    if answer:
         tracers = make_operands_depend(
             trace, tracers, _refuse_if_none(possible), "a function with jax.custom_jvp", False
         )
-    with during(cannot_be_traced, asked is None and without):
+    with during(cannot_be_traced, answer is None and lacking):
         return own(trace, primitive, function, rule, tracers, *more, **options)
 
 
@@ -65,12 +65,15 @@ def differentiate_custom_vjp(
     *more: Any,
     **options: Any,
 ) -> Any:
-    """Give one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
+    """Give one operand a tangent, so that JAX calls the rules.
+
+    Values that the function closes over are operands, too, but must not have tangents.
+    """
 
     def call(tracers: Any) -> Any:
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)
 
-    def asks(avals: Any) -> Any:
+    def communicates(avals: Any) -> bool:
         out_trees = options["out_trees"] if "out_trees" in options else more[0]
         return communicates_when_called(function, avals) or (
             not called and _backward_communicates(forward, backward, avals, out_trees)
@@ -79,11 +82,11 @@ def differentiate_custom_vjp(
     inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
     called = has_tangent(trace, tracers)
-    asked = (
-        False if called and not inside_higher_order.get() else _asked(trace, tracers, function, backward, asks, called)
-    )
-    if not asked:
-        with during(cannot_be_traced, asked is None and not called):
+    answer: bool | None = False
+    if not called or inside_higher_order.get():
+        answer = _ask(trace, tracers, function, backward, communicates, called)
+    if not answer:
+        with during(cannot_be_traced, answer is None and not called):
             return call(tracers)
     _refuse_if_none(possible)
     possible.sort(key=lambda i: (not has_tangent(trace, [tracers[i]]), may_be_request(tracers[i])))
@@ -93,30 +96,33 @@ def differentiate_custom_vjp(
     raise unsupported("a function with jax.custom_vjp that has closed-over values alone")
 
 
-def _asked(
-    trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
+def _ask(
+    trace: Any, tracers: Sequence[Any], function: Any, rule: Any, communicates: Callable[[list[Any]], bool], *also: bool
 ) -> bool | None:
-    """Return whether a function or the rule communicates; None if tracing them fails."""
+    """Return whether a function or the rule communicates; None if tracing fails. Cache the answers of `communicates`.
+
+    `also`: facts on which the answer depends beside the types of the operands.
+    """
     avals = [jax.typeof(x) for x in tracers]
-    answers, key = _answers_for(function, rule, [*of, *avals])
-    if (asked := answers.get(key)) is None:
+    answers, key = _answers_for(function, rule, [*also, *avals])
+    if (answer := answers.get(key)) is None:
         with core.set_current_trace(trace.parent_trace):
             try:
-                asked = answers[key] = asks(avals)
+                answer = answers[key] = communicates(avals)
             except Exception as error:
                 if isinstance(error, Unsupported):
                     raise
-    if asked:
+    if answer:
         effect.check()
-    return asked
+    return answer
 
 
 def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
-    """Return the cached answers for a function and a rule, and the key for these operands. The cache is empty if the
-    answer may depend on more than the operands and their structure."""
+    """Return the cached answers for a function and a rule, and the key for these operands. Return a new, empty cache if
+    the answer may depend on more than the operands and their structure."""
     structure = [x for _, params in function.transforms for x in params]
     if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
-        with contextlib.suppress(TypeError):  # no weak references to these functions
+        with contextlib.suppress(TypeError):  # some functions cannot be referenced weakly
             answers = _answers.setdefault(rule.f, weakref.WeakKeyDictionary()).setdefault(function.f, {})
             return answers, (*structure, *operands)
     return {}, None
@@ -153,40 +159,40 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
 
 
 def pullback_communicates(avals: Sequence[Any], params: JaxParams) -> bool:
-    """Return whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is
-    transposed.
+    """Return whether the primitive for the derivative of a `jax.custom_vjp` function communicates when JAX transposes
+    it.
 
-    If so it gets the effect, and is transposed even if nothing depends on it. A rule that looks at values counts as
-    communicating.
+    If so it gets the effect, and JAX transposes it even if nothing depends on it. Return True for a rule that looks at
+    values.
     """
     try:
-        may = communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
-    except jax.errors.JAXTypeError:  # it looks at values
+        communicates = communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
+    except jax.errors.JAXTypeError:  # the rule looks at values
         return True
     except Exception:  # raised again where the rule is called
         return False
-    if may:
+    if communicates:
         effect.check()
-    return may
+    return communicates
 
 
 def rules_communicate(around: Any, jaxpr: Any) -> bool:
     """Return whether a computation without communication calls a function with a derivative rule that communicates.
 
-    `around`: the trace outside the one that differentiates, or any other that may be used to trace the rule.
+    `around`: a trace in which the rule can be traced, for example the one outside the trace that differentiates.
     """
     return any(rule_communicates(around, jaxpr, i) for i in range(len(jaxpr.eqns)))
 
 
-def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
-    """Return whether one equation of the computation calls a function with a derivative rule that communicates."""
-    known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[which]
-    if which not in known:
+def rule_communicates(around: Any, jaxpr: Any, index: int) -> bool:
+    """Return whether this equation of the computation calls a function with a derivative rule that communicates."""
+    known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[index]
+    if index not in known:
         if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
-            known[which] = _rule_of_equation_communicates(around, jaxpr, equation)
+            known[index] = _rule_of_equation_communicates(around, jaxpr, equation)
         else:
-            known[which] = derivative_communicates(around, equation.params)
-    return known[which]
+            known[index] = derivative_communicates(around, equation.params)
+    return known[index]
 
 
 def derivative_communicates(around: Any, params: JaxParams) -> bool:
@@ -200,22 +206,22 @@ _with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKey
 
 def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:
     alone = jaxprs.of_equation(jaxpr, equation)
-    which = internals.inexact_among(x.aval for x in alone.invars)
+    positions = internals.inexact_among(x.aval for x in alone.invars)
 
     def differentiated(*xs: Any) -> Any:
         def f(*varied: Any) -> Any:
-            replaced = dict(zip(which, varied, strict=True))
+            replaced = dict(zip(positions, varied, strict=True))
             results = jaxprs.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
             return [y for y in results if internals.inexact(y)]
 
-        varied = [xs[i] for i in which]
+        varied = [xs[i] for i in positions]
         if equation.primitive is primitives.custom_jvp_call_p:
             jax.jvp(f, varied, varied)
         else:
             results, pullback = jax.vjp(f, *varied)
             pullback(results)
 
-    if not which:
+    if not positions:
         return False
     with core.set_current_trace(around):
         try:
