@@ -1,14 +1,14 @@
-"""What whole programs get from more ranks: the programs of examples/ alone on each rank, and all ranks together.
+"""The efficiency of whole programs on several ranks: the programs of examples/ alone on each rank, and together on all.
 
     python -m jaxmpi.run -n 4 benchmarks/whole.py
 
-Both take turns in the same processes. Alone, each rank computes a problem of its own, all ranks at the same time, so
-that they share cores and memory as they do together. Together, they compute one problem with as much work for each
-rank. The efficiency is the work in a second together over the work in a second alone: 1 if communication, and waiting
-for each other, cost nothing.
+Both ways take turns in the same processes. Alone, each rank computes a problem of its own. All ranks do so at the same
+time, so that they share cores and memory, as they do together. Together, the ranks compute one problem, with as much
+work for each rank. The efficiency is the work per second together over the work per second alone. It is 1 if ranks lose
+no time by communication and by waiting for each other.
 
-For more ranks than there are, `scaling_model.py` computes the time of the messages of a step, and the efficiency is the
-measured time alone over the sum of both.
+For more ranks than the job has, `scaling_model.py` computes the time of the messages of a step. The efficiency is then
+the measured time alone over the sum of both times.
 """
 
 import argparse
@@ -41,10 +41,10 @@ BEYOND = (100, 1000, 10_000)
 
 @dataclass
 class Problem:
-    """What the ranks of a communicator compute."""
+    """A problem that the ranks of a communicator compute."""
 
     work: float
-    """Cells, particles, modes or lines, of all ranks."""
+    """The number of cells, particles, modes or lines of all ranks."""
     state: Any
     advance: Callable[[Any, int], Any]
     """(state, steps) -> the state after the steps."""
@@ -55,20 +55,20 @@ class Program:
     name: str
     unit: str
     make: Callable[[MPI.Comm, int], Problem]
-    """(communicator, size) -> the problem. Each rank has about as much work, however many there are."""
+    """(communicator, size) -> the problem. The work of a rank hardly depends on the number of ranks."""
     sizes: tuple[int, ...]
     messages: Callable[[int, int], float]
     """(size, ranks) -> the seconds that the messages of a step take by the model."""
 
 
 def nearest(size: float) -> int:
-    """Return an even number near `size` whose Fourier transform is fast, also on three points for two modes."""
+    """Return an even number near `size` with fast Fourier transforms, also if padded to three points for two modes."""
     fast = [2**a * 3**b * 5**c for a in range(1, 20) for b in range(9) for c in range(6)]
     return min(fast, key=lambda n: abs(n - size))
 
 
 def around(side: float, cell_bytes: float) -> list[float]:
-    """Return the bytes for each of the eight neighbours of a square block."""
+    """Return the bytes that go to each of the eight neighbours of a square block."""
     return [side * cell_bytes] * 4 + [cell_bytes] * 4
 
 
@@ -104,7 +104,7 @@ def turbulence(comm: MPI.Comm, side: int) -> Problem:
 
     @jaxmpi.jit
     def advance(w: jax.Array, steps: int) -> jax.Array:
-        vortices.TIME_STEP = 1.5 / size  # a stable one
+        vortices.TIME_STEP = 1.5 / size  # stable on this grid
         return vortices.advance(w, viscosity, steps, transform)
 
     return Problem(size * size, vortices.make_vorticity("turbulence", size, transform), advance)
@@ -114,18 +114,18 @@ def particles(comm: MPI.Comm, side: int) -> Problem:
     size = round(side * math.sqrt(comm.size))
     square = gas.Square(size, math.ceil(1.3 * size * size / comm.size), 12, comm)
     state = jaxmpi.jit(lambda *given: gas.begin(square, *given))(*gas.make_particles(square, gas.TEMPERATURE))
-    ten = jaxmpi.jit(lambda state: gas.advance(square, state, 10))  # any other number would be compiled again
+    advance_ten = jaxmpi.jit(lambda state: gas.advance(square, state, 10))  # compiled once, for all multiples of ten
 
     def advance(state: Any, steps: int) -> Any:
         for _ in range(steps // 10):
-            state = ten(state)
+            state = advance_ten(state)
         return state
 
     return Problem(size * size, state, advance)
 
 
 def transformer(comm: MPI.Comm, width: int) -> Problem:
-    """Data parallel: each rank has as many lines."""
+    """Make a data-parallel problem: each rank has 64 lines."""
     adder.WIDTH, adder.HIDDEN = width, 2 * width
     groups = adder.Groups(MPI.COMM_SELF, comm)
     lines = jnp.asarray(adder.share(adder.additions()[0][: 64 * comm.size], comm))
@@ -143,14 +143,17 @@ def transformer(comm: MPI.Comm, width: int) -> Problem:
 
 
 def parameters_of(width: int) -> int:
-    """Return the number of parameters of the transformer's two layers and of its ends."""
+    """Return the number of parameters of the transformer: of the two layers, and of the symbols and places."""
     return 2 * 8 * width * width + 20 * width
 
 
 def transforms(side: int, ranks: int) -> float:
-    """Return the time of a step of the turbulence: four times four fields to points, and one back. With so many ranks
-    that a slab would be thinner than a row, the model divides them in pencils."""
-    field = 16 * 1.5 * side * side / 2  # bytes of complex modes on a rank, on half of the points and more
+    """Return the time of the messages of a step of the turbulence. Each of the four stages transforms four fields to
+    points, and one back.
+
+    If there are so many ranks that a slab would be thinner than a row, the model divides the fields in pencils.
+    """
+    field = 16 * 1.5 * side * side / 2  # bytes of complex modes on a rank: half of the modes, padded along one axis
     group = ranks if ranks <= 64 else math.isqrt(ranks)
     turns = 1 if ranks <= 64 else 2
     return turns * 4 * sum(exchange(OURS, group, [n * field / group] * (group - 1)) for n in (4, 1))
@@ -193,7 +196,7 @@ PROGRAMS = (
 
 
 def contender(problem: Problem, steps: int) -> Batch:
-    """A batch goes on where the last one has ended."""
+    """Return a contender of which each batch goes on where the last batch has ended."""
 
     def run(state: Any) -> Any:
         problem.state = jax.block_until_ready(problem.advance(state, steps))
@@ -222,7 +225,7 @@ def measure(program: Program, size: int) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--programs", nargs="+", default=[""], metavar="NAME", help="those that begin like this")
+    parser.add_argument("--programs", nargs="+", default=[""], metavar="NAME", help="beginnings of names of programs")
     options = parser.parse_args()
     say(f"| program | on each rank | a step, ms | {COMM.size} ranks | " + " | ".join(f"{n:,}" for n in BEYOND) + " |")
     for program in PROGRAMS:
