@@ -27,7 +27,8 @@ typedef struct {
   char internal[128];
 } ncclUniqueId;
 
-/* A message, or as much of it as there is room for. `empty` and `full` count up. */
+/* Room for a message, or a part of it. `full` counts how often the sender has filled the box, and `empty` how often the
+ * receiver has emptied it. */
 struct box {
   atomic_long full, empty;
   size_t bytes;
@@ -46,13 +47,13 @@ typedef struct ncclComm {
   bool met[RANKS], destroyed;
 } *ncclComm_t;
 
-/* One call of a group. */
+/* One call of a group. `root` is the peer of a message. */
 struct todo {
   enum kind kind;
   const char *in;
   char *out;
   size_t count;
-  int type, op, root; /* or the peer */
+  int type, op, root;
   ncclComm_t comm;
   void *stream;
   long call;
@@ -63,11 +64,11 @@ struct group {
 };
 
 static struct fake_nccl control;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* for the counters */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards the counters */
 static atomic_int inside;
-static struct {
+static struct counted {
   const char *name;
-  int calls, left, code;
+  int calls, left, code; /* of `left` calls the last one fails with this code; left 0: none fails */
 } counted[NAMES];
 static _Thread_local __attribute__((tls_model("initial-exec"))) struct group *open_group;
 static _Thread_local __attribute__((tls_model("initial-exec"))) int depth;
@@ -90,15 +91,21 @@ __attribute__((noreturn)) static void die(const struct todo *t, const char *why)
   _exit(FAKE_NCCL_STATUS);
 }
 
-/* Counts a call of the interface: 0, or the code to return at once. */
+/* Returns the counters of a function. Under the lock. */
+static struct counted *count_of(const char *name) {
+  struct counted *row = counted;
+  while (row->name != NULL && strcmp(row->name, name) != 0) row++;
+  row->name = name;
+  return row;
+}
+
+/* Counts a call of the interface. Returns 0, or the code that the call must return at once. */
 static int begin(const char *name) {
   if (atomic_fetch_add(&inside, 1) > 0) violate("two threads are inside at a time");
   pthread_mutex_lock(&lock);
-  int i = 0;
-  while (counted[i].name != NULL && strcmp(counted[i].name, name) != 0) i++;
-  counted[i].name = name;
-  counted[i].calls++;
-  int code = counted[i].left > 0 && --counted[i].left == 0 ? counted[i].code : 0;
+  struct counted *row = count_of(name);
+  row->calls++;
+  int code = row->left > 0 && --row->left == 0 ? row->code : 0;
   pthread_mutex_unlock(&lock);
   const char *failing = getenv("FAKE_NCCL_FAIL");
   return failing != NULL && strcmp(failing, name) == 0 ? 2 : code;
@@ -131,15 +138,16 @@ static size_t written_bytes(const struct todo *t) {
 
 #include "fake_mpi.h"
 
-static void changed(char *to, const char *from, size_t bytes, int by) {
+static void copy_changed(char *to, const char *from, size_t bytes, int by) {
   for (size_t i = 0; i < bytes; i++) to[i] = (char)(from[i] + by);
 }
 
-static void from_rank(char *to, size_t bytes, int rank) {
+static void fill_from_rank(char *to, size_t bytes, int rank) {
   for (size_t i = 0; i < bytes; i++) to[i] = (char)fake_byte(rank, (int64_t)i);
 }
 
-/* The nth send of the group to a rank, which `g->todo[at]`, the nth receive from `from`, receives; NULL: none. */
+/* Returns the nth send of the group to the rank `to`, where g->todo[at] is the nth receive from a rank; NULL: there is
+ * none. */
 static const struct todo *send_for(const struct group *g, int at, int to) {
   int nth = 0;
   for (int i = 0; i < at; i++) nth += g->todo[i].kind == RECEIVE && g->todo[i].root == g->todo[at].root;
@@ -161,21 +169,22 @@ static void run_group(struct group *g, char *const in[], char *const out[]) {
         if ((sent = send_for(g, i, t->root)) == NULL) sent = send_for(g, i, rank);
         if (sent != NULL && bytes_of(sent) != bytes) die(t, "another number of bytes is sent");
         if (sent != NULL)
-          changed(out[i], in[sent - g->todo], bytes, t->root - rank);
+          copy_changed(out[i], in[sent - g->todo], bytes, t->root - rank);
         else
-          from_rank(out[i], bytes, t->root);
+          fill_from_rank(out[i], bytes, t->root);
         break;
       case GATHER:
-        for (int r = 0; r < size; r++) changed(out[i] + (size_t)r * bytes, in[i], bytes, r - rank);
+        for (int r = 0; r < size; r++) copy_changed(out[i] + (size_t)r * bytes, in[i], bytes, r - rank);
         break;
       case BROADCAST:
         if (rank != t->root)
-          from_rank(out[i], bytes, t->root);
+          fill_from_rank(out[i], bytes, t->root);
         else
           memcpy(out[i], in[i], bytes);
         break;
       default:
-        if (writes(t)) changed(out[i], in[i] + (t->kind == REDUCE_SCATTER ? (size_t)rank * bytes : 0), bytes, size);
+        if (writes(t))
+          copy_changed(out[i], in[i] + (t->kind == REDUCE_SCATTER ? (size_t)rank * bytes : 0), bytes, size);
     }
   }
 }
@@ -232,15 +241,16 @@ static void combine_signed(void *y, void *z, size_t n, int type, int op) {
   }
 }
 
-/* A part of a call: bytes to a rank, or from one. */
+/* A part of a call: bytes to a rank, or from a rank. */
 struct part {
-  const struct todo *of;
+  const struct todo *call;
   bool sends, done;
   int peer;
   char *data;
   size_t bytes, moved;
 };
 
+/* Fills in what the sender and the receiver of a message must agree on. */
 static void describe(const struct todo *t, long what[4]) {
   bool single = t->kind == SEND || t->kind == RECEIVE;
   what[0] = single ? SEND : t->kind;
@@ -249,13 +259,13 @@ static void describe(const struct todo *t, long what[4]) {
   what[3] = single ? 0 : t->call;
 }
 
-/* Moves what can be moved of a part now. */
+/* Moves as much of a part as the box allows now. Returns whether it has moved anything. */
 static bool advance(struct part *p) {
-  ncclComm_t c = p->of->comm;
+  ncclComm_t c = p->call->comm;
   struct box *b = p->sends ? &c->shared->boxes[c->rank][p->peer] : &c->shared->boxes[p->peer][c->rank];
   long full = atomic_load(&b->full), empty = atomic_load(&b->empty), what[4];
   size_t rest = p->bytes - p->moved, n = rest < ROOM ? rest : ROOM;
-  describe(p->of, what);
+  describe(p->call, what);
   if (p->sends != (full == empty)) return false;
   if (p->sends) {
     b->bytes = n;
@@ -263,7 +273,7 @@ static bool advance(struct part *p) {
     memcpy(b->data, p->data + p->moved, n);
     atomic_store(&b->full, full + 1);
   } else {
-    if (memcmp(b->what, what, sizeof what) != 0) die(p->of, "the ranks' calls differ");
+    if (memcmp(b->what, what, sizeof what) != 0) die(p->call, "the ranks' calls differ");
     memcpy(p->data + p->moved, b->data, n = b->bytes);
     atomic_store(&b->empty, empty + 1);
   }
@@ -272,7 +282,7 @@ static bool advance(struct part *p) {
   return true;
 }
 
-/* All parts progress together; the parts of a direction and a peer in their order. */
+/* Moves all parts at the same time, but the parts of one direction and one peer one after the other. */
 static void exchange(struct part *parts, int count) {
   double begun = now();
   for (int left = count; left > 0;) {
@@ -284,7 +294,7 @@ static void exchange(struct part *parts, int count) {
       *taken = true;
       moved |= advance(p);
       left -= p->done;
-      if (now() - begun > FAKE_NCCL_PATIENCE) die(p->of, "has waited for too long");
+      if (now() - begun > FAKE_NCCL_PATIENCE) die(p->call, "has waited for too long");
     }
     if (!moved) sched_yield();
   }
@@ -327,7 +337,7 @@ static void run_group(struct group *g, char *const in[], char *const out[]) {
   free(parts);
 }
 
-/* Waits for each peer at the first meeting. */
+/* Waits for each peer that a group names for the first time. */
 static void meet(const struct group *g) {
   for (int i = 0; i < g->count; i++) {
     const struct todo *t = &g->todo[i];
@@ -362,7 +372,7 @@ static struct shared *join(const ncclUniqueId *id, int size) {
 
 #endif
 
-/* The kernel of a group. */
+/* The kernel of a group: spoils the memory that it will write, and runs the group. */
 static void run_kernel(void *data) {
   struct group *g = data;
   char *in[MOST], *out[MOST];
@@ -415,9 +425,9 @@ EXPORT int ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id, i
   const size_t *bytes = config;
   if (*bytes < 48 || *(const unsigned *)(bytes + 1) != 0xcafebeef) violate("the configuration is not valid");
   if (size > RANKS) code = 4;
-  struct shared *shared = join(&id, size); /* the others wait for a rank that fails, too */
+  struct shared *shared = join(&id, size); /* a rank that fails joins, too, because the others wait for it */
   if (code != 0) return end(code);
-  static ncclComm_t all; /* never freed, so that one that was destroyed is known for ever */
+  static ncclComm_t all; /* never freed, so that the fake knows destroyed communicators */
   *comm = calloc(1, sizeof **comm);
   **comm = (struct ncclComm){.before = all, .shared = shared, .rank = rank, .size = size};
   all = *comm;
@@ -478,7 +488,7 @@ EXPORT int ncclGroupStart(void) {
 EXPORT int ncclGroupEnd(void) {
   int code = begin("GroupEnd");
   if (depth == 0) violate("a group ends that has not begun");
-  if (code != 0 && depth > 0) open_group->count = 0; /* nothing of it is done */
+  if (code != 0 && depth > 0) open_group->count = 0; /* no call of the group is executed */
   int closed = depth > 0 ? close_one() : 0;
   return end(code != 0 ? code : closed);
 }
@@ -535,21 +545,17 @@ static void reset(void) {
 
 static void fail(const char *function, int nth, int code) {
   pthread_mutex_lock(&lock);
-  int i = 0;
-  while (counted[i].name != NULL && strcmp(counted[i].name, function) != 0) i++;
-  counted[i].name = function;
-  counted[i].left = nth;
-  counted[i].code = code;
+  struct counted *row = count_of(function);
+  row->left = nth;
+  row->code = code;
   pthread_mutex_unlock(&lock);
 }
 
 static int calls(const char *function) {
-  int found = 0;
   pthread_mutex_lock(&lock);
-  for (int i = 0; counted[i].name != NULL; i++)
-    if (strcmp(counted[i].name, function) == 0) found = counted[i].calls;
+  int count = count_of(function)->calls;
   pthread_mutex_unlock(&lock);
-  return found;
+  return count;
 }
 
 static struct fake_nccl control = {.reset = reset, .fail = fail, .calls = calls};

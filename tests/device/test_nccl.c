@@ -1,5 +1,5 @@
-/* Calls that NCCL carries, with the fake NCCL over the fake driver: results as MPI's, for arrays of the device and of
- * the host; nothing of them reaches MPI, and the host waits for nothing. */
+/* Calls that NCCL carries, with the fake NCCL over the fake driver. For arrays of the device and of the host, the
+ * results are those of MPI, and no call reaches MPI. For arrays of the device the host does not wait. */
 #include <dlfcn.h>
 
 #include "core/failure.h"
@@ -12,10 +12,10 @@
 enum { ROOM = 1 << 14, VERSION = 22809 };
 static unsigned char source[ROOM], target[ROOM], expected[ROOM];
 static struct fake_nccl *nccl;
-static struct abi with_others; /* the fake MPI's, with other ranks that make communicators of NCCL, too */
+static struct abi with_others; /* the ABI of the fake MPI, with other ranks that make communicators of NCCL, too */
 static struct {
-  int worst, rank, shared; /* what other ranks say, and how often rank 0 was asked */
-  atomic_int progress;     /* how often MPI could progress */
+  int worst, rank, shared; /* the worst code of the other ranks, a rank that has it, and how often `share` was called */
+  atomic_int progress;     /* how often `progress` was called */
 } others;
 
 static int share(const struct communicator *comm, void *data, size_t bytes) {
@@ -31,15 +31,15 @@ static int worst_of(const struct communicator *comm, int32_t mine, int *worst, i
 
 static void let_progress(void) { atomic_fetch_add(&others.progress, 1); }
 
-/* A communicator that NCCL serves, apart from `world`, where MPI serves all. */
+/* A communicator that NCCL serves. MPI carries all calls on the communicators of `world`. */
 static struct communicator *served(int rank, int size) {
-  static struct communicator *made[4][5];
-  struct communicator **found = &made[rank][size];
-  if (*found == NULL) {
-    CHECK_EQUAL(abi->communicator(fake->comm_new(rank, size), NULL, found), 0);
-    (*found)->by_nccl = true;
+  static struct communicator *communicators[4][5];
+  struct communicator **comm = &communicators[rank][size];
+  if (*comm == NULL) {
+    CHECK_EQUAL(abi->communicator(fake->comm_new(rank, size), NULL, comm), 0);
+    (*comm)->by_nccl = true;
   }
-  return *found;
+  return *comm;
 }
 
 static void open_nccl(void) {
@@ -64,7 +64,7 @@ void prepare(void) {
   others.worst = others.rank = others.shared = 0;
 }
 
-/* Host functions and copies of the driver. */
+/* How often the driver ran host functions, copied or waited. */
 static int work_of_the_host(void) {
   static const char *const names[] = {"cuLaunchHostFunc",   "cuMemcpyDtoHAsync",   "cuMemcpyHtoDAsync",
                                       "cuMemcpy2DAsync",    "hipLaunchHostFunc",   "hipMemcpyAsync",
@@ -77,12 +77,12 @@ static int work_of_the_host(void) {
 
 /* --- results --- */
 
-/* An operation with one array, as `count` elements a rank; -1: none is passed. */
+/* A call of an operation with one array. `in`, `out`: elements; -1: this rank does not pass the array. */
 struct operands {
   const char *operation;
   int dtype;
-  int64_t in, out, attributes[3]; /* behind the communicator */
-  int arrays;                     /* of NCCL, of an array that is not empty */
+  int64_t in, out, attributes[3]; /* the attributes behind the communicator */
+  int arrays;                     /* calls of NCCL if the array is not empty */
   bool aliased;
 };
 
@@ -113,7 +113,7 @@ static void same_as_by_mpi(const struct operands *o, int rank, int size) {
   for (int way = 0; way < 2; way++) {
     fill(source, ROOM);
     blank(target, ROOM);
-    SUCCEEDS(on_device(o, served(rank, size), source, target)); /* makes the communicator */
+    SUCCEEDS(on_device(o, served(rank, size), source, target)); /* the first call makes the communicator */
     fill(source, ROOM);
     blank(target, ROOM);
     fake->reset();
@@ -159,7 +159,7 @@ TEST(results_are_those_of_mpi) {
     }
 }
 
-/* --- what MPI carries, as without NCCL --- */
+/* --- calls that MPI carries, as without NCCL --- */
 
 static void stays(const char *operation, int dtype, struct communicator *comm, int64_t op, const char *function) {
   context("%s of %s", operation, datatype_find(dtype)->name);
@@ -209,8 +209,8 @@ TEST(the_arrays_of_a_pytree_are_one_group) {
 
 /* --- plans --- */
 
-/* Rank 0 of 2 sends the last two of five numbers to rank 1, and receives two in front: as XLA composes it for a device,
- * and as the core does on the host. The message is a label and two numbers. */
+/* Rank 0 of 2 sends the last two of five numbers to rank 1, and receives two numbers in front. For a device XLA
+ * composes the message, and on the host the core does. The message is a label and two numbers. */
 TEST(messages_of_plans) {
   enum { BYTES = LABEL_BYTES + 16 };
   struct communicator *comm = served(0, 2);
@@ -251,7 +251,7 @@ static ffi_error *give_sum(struct communicator *comm, void *in, void *out) {
   return GIVE("allreduce", ARRAY(S32, in, 100), ARRAY(S32, out, 100), registered(comm), reduction("SUM"));
 }
 
-/* Two streams, and two communicators: the second call waits for the first one. */
+/* With two streams and two communicators the second call waits for the first one. */
 TEST(a_call_waits_for_the_one_before_on_another_stream) {
   void *first_stream = xla_stream;
   if (second_stream == NULL) second_stream = driver->stream();
@@ -268,7 +268,7 @@ TEST(a_call_waits_for_the_one_before_on_another_stream) {
   struct timespec pause = {0, 20000000};
   nanosleep(&pause, NULL);
   CHECK_EQUAL(nccl->outstanding, 2);
-  CHECK(others.progress > 0); /* while calls do not end */
+  CHECK(others.progress > 0); /* MPI progresses while calls do not end */
   driver->block(first_stream, false);
   CHECK_EQUAL(driver->synchronize(second_stream), 0);
   xla_stream = first_stream;
@@ -287,7 +287,7 @@ static struct communicator *fresh(void) {
   return comm;
 }
 
-/* Freed with its work outstanding: it waits, and NCCL's goes with MPI's. */
+/* MPI_Comm_free with work outstanding waits for the work, and frees the communicator of NCCL, too. */
 TEST(communicators_are_freed) {
   int before = nccl->live;
   char *a = driver->allocate(400);
@@ -361,13 +361,18 @@ TEST(each_function_of_nccl_fails) {
   nccl->reset();
 }
 
-static ffi_error *sum_there(void *comm) {
+static struct operands operands_of_sum(void) {
   struct operands o = {"allreduce", F32, 100, 100, {reduction("SUM")}, 0, false};
+  return o;
+}
+
+static ffi_error *sum_there(void *comm) {
+  struct operands o = operands_of_sum();
   return on_device(&o, comm, source, target);
 }
 
 static ffi_error *sum_here(void *comm) {
-  struct operands o = {"allreduce", F32, 100, 100, {reduction("SUM")}, 0, false};
+  struct operands o = operands_of_sum();
   return on_host(&o, comm, source, target);
 }
 
@@ -381,7 +386,7 @@ static ffi_error *sum_of_two(void *unused) {
 }
 
 TEST(each_function_of_the_driver_fails) {
-  driver_has_others = true; /* what follows the calls */
+  driver_has_others = true; /* the follower */
   driver_fails("a sum of the device", "allreduce", sum_there, served(0, 2));
   driver_fails("a sum of the host", "allreduce", sum_here, served(0, 2));
   driver_fails("the first sums of a communicator", "allreduce", sum_of_two, NULL);
@@ -392,7 +397,7 @@ TEST(each_function_of_the_driver_fails) {
 static void *sum_in_thread(void *comm) {
   FAILS(sum_there(comm), FFI_FAILED_PRECONDITION, "another thread of this process has used NCCL", "Nothing was sent");
   CHECK_EQUAL(nccl->groups, 0);
-  SUCCEEDS(sum_here(comm)); /* which thread XLA takes for the host is no matter of the program */
+  SUCCEEDS(sum_here(comm)); /* for arrays of the host XLA, and not the program, chooses the thread */
   return NULL;
 }
 
