@@ -230,13 +230,13 @@ TEST(messages_of_plans) {
               0);
   PUT(&boxes, 4711, 1, 0, BEGINS_AS_OPERANDS, BYTES, BYTES, 1, 1, 1, 0, 1, 0, 5, 5, 1, 0, BYTES, 1, BYTES, BYTES);
   PUT(&boxes, 0, LABEL_BYTES, 24, 16, 0, 0, 0, 0, 0, BYTES + LABEL_BYTES, 0, 16, 0, 0, 0, 0);
-  const struct plan *made = plan_make(boxes.values, boxes.count);
-  if (!CHECK(made != NULL)) return;
+  const struct plan *of_boxes = plan_make(boxes.values, boxes.count);
+  if (!CHECK(of_boxes != NULL)) return;
   double field[] = {10, 20, 30, 40, 50}, result[5] = {0};
   nccl->reset();
   fake->reset();
   struct array from = ARRAY(F64, field, 5), to = ARRAY(F64, result, 5);
-  SUCCEEDS(run_lists("exchange", &from, 1, &to, 1, (const int64_t[]){c, registered(made)}));
+  SUCCEEDS(run_lists("exchange", &from, 1, &to, 1, (const int64_t[]){c, registered(of_boxes)}));
   CHECK_SAME(result, right + LABEL_BYTES, 16);
   CHECK_SAME(result + 2, field + 2, 24);
   CHECK_EQUAL(nccl->arrays, 2);
