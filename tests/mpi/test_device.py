@@ -1,7 +1,7 @@
-"""Arrays in a device's memory: what is detected and decided; on a simulated device chunks, deferred errors, the report.
+"""Arrays in a device's memory: detection and choice; on a simulated device chunks, deferred errors, the report.
 
-What the operations do there is said by the other suites, run on a simulated device: `make test-device`; what happens
-as the driver fails by tests/device/test_device.c.
+The other suites test the operations, run on a simulated device: `make test-device`. tests/device/test_device.c tests
+failures of the driver.
 """
 
 import os
@@ -102,7 +102,7 @@ def test_switch(environment, expected):
 
 
 @pytest.mark.parametrize(
-    ("environment", "aware", "inspects", "survives", "expected"),
+    ("environment", "aware", "calls_driver", "survives", "expected"),
     [
         ({}, False, False, False, "callback"),
         ({}, False, True, False, "wait"),
@@ -114,11 +114,11 @@ def test_switch(environment, expected):
         ({"JAXMPI_DEVICE_TRANSPORT": "AUTO"}, False, False, False, "callback"),
     ],
 )
-def test_road(environment, aware, inspects, survives, expected):
+def test_transport(environment, aware, calls_driver, survives, expected):
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         expected = "wait"
     wish = Settings.from_environment(environment).device_transport
-    assert devices._transport(wish, True, aware, inspects, survives)[0] == expected
+    assert devices._transport(wish, True, aware, calls_driver, survives)[0] == expected
 
 
 NCCL = {"JAXMPI_DEVICE_TRANSPORT": "nccl"}
@@ -127,7 +127,7 @@ ONE, BOTH = {"CUDA": None, "ROCM": "no driver"}, {"CUDA": None, "ROCM": None}
 INTELS = {"CUDA": "no driver", "ROCM": "no driver", "ONEAPI": None}
 AWARE = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
 CHOICES = [
-    # whether the driver of a platform that counts has flags
+    # the driver of a platform that decides has flags, or has none
     (FLAGS, "cuda", BOTH, {"flags": {"CUDA": True, "ROCM": False}}, {"transport": "flags", "flags_asked": True}),
     ({}, "cuda", BOTH, {"flags": {"CUDA": True, "ROCM": True}}, {"transport": "callback", "flags_asked": False}),
     (
@@ -183,43 +183,43 @@ CHOICES = [
     (NCCL, "cuda", ONE, AWARE, {"transport": "wait", "nccl": devices.Nccl(3)}),
     (NCCL, "cuda", {"CUDA": "no driver"}, {}, {"platforms": [], "nccl": devices.Nccl(1)}),
 ]
-"""Settings, JAX's platforms, drivers (and whether JAX has its plugin for Intel's devices), what is told of them and of
-libraries, and what is chosen."""
+"""Settings, JAX's platforms, drivers (and whether JAX has the plugin for Intel's devices), the answers of drivers and
+libraries, and members of the choice, or an error."""
 
 
 def test_choice_of_devices(monkeypatch):
     def check(row):
-        environment, platforms, drivers, told, expected = row
+        environment, platforms, drivers, answers, expected = row
         has_plugin = drivers.get("plugin", True)
         drivers = {name: why_not for name, why_not in drivers.items() if name != "plugin"}
         monkeypatch.setattr(accelerators, "has_plugin", lambda platform: platform != "ONEAPI" or has_plugin)
         monkeypatch.setattr(devices, "has_plugin", accelerators.has_plugin)
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and ("flags" in told or environment == NCCL):
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and ("flags" in answers or environment == NCCL):
             return
         monkeypatch.setattr(devices._core, "drivers", lambda: drivers)
         monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
-        monkeypatch.setattr(devices._core, "flags", lambda: told["flags"])
-        monkeypatch.setattr(devices._core, "open_nccl", lambda platform, path: told["nccl"])
+        monkeypatch.setattr(devices._core, "flags", lambda: answers["flags"])
+        monkeypatch.setattr(devices._core, "open_nccl", lambda platform, path: answers["nccl"])
         monkeypatch.setattr(devices.MPI, "Get_library_version", lambda: MPICH)
         monkeypatch.setattr(devices, "_libraries", lambda platform: ["library"])
-        count = lambda platform: told["counts"][platform]  # noqa: E731 ; where it may be asked
+        count = lambda platform: answers["counts"][platform]  # noqa: E731 ; a KeyError if no driver may be asked
         monkeypatch.setattr(devices._core, "device_count", count)
-        monkeypatch.setattr(devices, "detected", lambda platform, *_: told.get(platform, (False, "")))
+        monkeypatch.setattr(devices, "detected", lambda platform, *_: answers.get(platform, (False, "")))
         settings = Settings.from_environment(environment)
         if isinstance(expected, str):
             with pytest.raises(ValueError, match=expected):
                 devices.choose(settings, {}, platforms)
             return
         choice = devices.choose(settings, environment, platforms)
-        found = {name: getattr(choice, name) for name in expected}
-        found["because"] = choice.because.partition("; the MPI library")[0]
-        assert found == {"because": found["because"], **expected}
+        chosen = {name: getattr(choice, name) for name in expected}
+        chosen["because"] = choice.because.partition("; the MPI library")[0]
+        assert chosen == {"because": chosen["because"], **expected}
 
     each(CHOICES, check)
 
 
 def test_a_second_mpi(monkeypatch):
-    """JAX's plugin for Intel's devices loads one, so that a job of Open MPI's has two."""
+    """JAX's plugin for Intel's devices loads an MPI library, so that a job with Open MPI has two."""
     monkeypatch.setattr(devices._core, "drivers", lambda: dict(INTELS))
     monkeypatch.setattr(devices, "has_plugin", lambda platform: True)
     monkeypatch.setattr(accelerators, "has_plugin", lambda platform: True)
@@ -255,7 +255,7 @@ def test_wrong_values(name, value):
 @pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1024, 5000])
 @pytest.mark.parametrize("own", [False, True], ids=["default", "own"])
 def test_chunks(count, own, rank, size):
-    """Large arrays go in chunks, more of them than can be under way at one time: their size is named here."""
+    """Large arrays go in more chunks than can be under way at one time. `count`: the elements of an array."""
     comm = MPI.COMM_WORLD if own else None
     xs = [np.random.default_rng([count, r]).integers(0, 9, count).astype(np.float64) for r in range(size)]
     x = jnp.asarray(xs[rank])
@@ -283,7 +283,7 @@ def test_chunks(count, own, rank, size):
 
 
 def program(tmp_path, *texts):
-    """A program on the simulated device. The bridge leaves deferred errors to the next operation, as XLA does."""
+    """Write a program on the simulated device. The bridge leaves deferred errors to the next operation, as XLA does."""
     head = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -303,7 +303,7 @@ def in_jobs(test):
     return on_device(pytest.mark.alone(pytest.mark.sampled(pytest.mark.seconds(200)(test))))
 
 
-leaves = pytest.mark.skipif(not simulated.LEAVES, reason="its errors are the operation's own")
+leaves = pytest.mark.skipif(not simulated.LEAVES, reason="the operation itself raises errors of MPI")
 TOO_LONG = """
     def exchange():
         if rank == 0:
@@ -317,7 +317,7 @@ TOO_LONG = """
 @leaves
 @pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit", "eager"])
 def test_the_next_operation_says(tmp_path, kind):
-    """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
+    """MPI fails after the call has returned: the result is NaN, the next operation raises, the one after it works."""
     if kind == "jax.jit" and simulated.BY_NCCL:
         pytest.skip("a thread of the simulation executes what NCCL carries, and not the thread that defers errors")
     more = f"""
@@ -344,7 +344,7 @@ def test_the_next_operation_says(tmp_path, kind):
 @leaves
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
 def test_the_end_says(tmp_path, end):
-    """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
+    """No operation follows one that has failed: however the program ends, the job ends with the error."""
     done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
     assert done.returncode != 0
     assert done.stderr.count("would be truncated") in (1, 2)  # by the rank, and in the launcher's last line
@@ -354,7 +354,7 @@ def test_the_end_says(tmp_path, end):
 @in_jobs
 @pytest.mark.parametrize("value", ["on", "off", "auto"])
 def test_forced(tmp_path, value):
-    """One warning in the job where device pointers are forced on a library that is not known to take them."""
+    """The job has one warning if device pointers are forced on a library that is not known to take them."""
     program = "import jaxmpi; print('aware', jaxmpi._mpi.library.DEVICES.aware, flush=True)"
     clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_TRANSPORT") if name in os.environ}
     done = launch(2, "-c", program, JAXMPI_DEVICE_MPI=value, JAX_PLATFORMS="cuda,cpu", **clean)
@@ -376,7 +376,7 @@ def test_report():
 
 @on_device
 def test_lowering(comm):
-    """What is lowered for a GPU calls the same target; without a driver, or for another platform, it is refused."""
+    """A program lowered for a GPU calls the same target. For another platform, lowering is refused."""
     f = jax.jit(lambda x: jaxmpi.allreduce(x, MPI.SUM, comm=comm))
     assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
     assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("rocm",)).as_text()

@@ -1,5 +1,7 @@
-"""NCCL beside MPI: what the ranks agree on, and how jobs fail. On the simulated device, with a fake NCCL that connects
-the ranks: `make test-device`. What NCCL carries is tested by the other suites there, and by tests/device/test_nccl.c.
+"""NCCL beside MPI: how the ranks agree on it, and how jobs fail.
+
+On the simulated device, with a fake NCCL that connects the ranks: `make test-device`. The other suites there, and
+tests/device/test_nccl.c, test the calls that NCCL carries.
 """
 
 from pathlib import Path
@@ -17,12 +19,12 @@ pytestmark = [
 
 
 def run(ranks, *words, **variables):
-    """A job whose ranks may use devices."""
+    """Run a job whose ranks may use devices."""
     return launch(ranks, *words, **{"JAX_PLATFORMS": "", **variables})
 
 
 def program(tmp_path, text, *, of_rank_1="", device=True):
-    """A program on the simulated device. `of_rank_1`: variables of the environment that rank 1 alone has."""
+    """Write a program on the simulated device. `of_rank_1`: variables of the environment that rank 1 alone has."""
     head = f"""
         import os, sys, time, warnings
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -59,13 +61,13 @@ REFUSED = [
     ("JAXMPI_DEVICE_MPI='on'", "MPI reads the memory of devices itself"),
     ("JAX_PLATFORMS='cpu'", "a rank has no driver"),
 ]
-"""What differs on rank 1, and why NCCL carries nothing on any rank."""
+"""The variables of rank 1, and the reason why NCCL then carries nothing on any rank."""
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("variables", "why"), REFUSED)
 def test_refused_by_one_rank(variables, why, tmp_path):
-    """One warning in the job, with the reason, and MPI carries all."""
+    """The job has one warning, with the reason, and MPI carries all calls."""
     text = f"""
         assert {why!r} in communicators.nccl_refusal(), communicators.nccl_refusal()
         texts = [str(w.message) for w in warned if "NCCL carries nothing" in str(w.message)]
@@ -74,12 +76,12 @@ def test_refused_by_one_rank(variables, why, tmp_path):
         assert (jaxmpi.allreduce(x, MPI.SUM, comm=MPI.COMM_WORLD) == total).all()
         print("right;", flush=True)
     """
-    made = program(tmp_path, text, of_rank_1=variables, device=False)
-    assert run(2, made).stdout.count("right;") == 2
+    script = program(tmp_path, text, of_rank_1=variables, device=False)
+    assert run(2, script).stdout.count("right;") == 2
 
 
 def test_no_communicator(tmp_path):
-    """NCCL fails on one rank: all ranks get an error that names the rank, and may try again."""
+    """NCCL fails on one rank. All ranks get an error that names the rank, and may try again."""
     text = """
         text = said(jaxmpi.allreduce, x, MPI.SUM)
         assert "ncclCommInitRankConfig failed" in text, text
@@ -88,12 +90,12 @@ def test_no_communicator(tmp_path):
         assert (jaxmpi.allreduce(x, MPI.SUM) == total).all()
         print("right;", flush=True)
     """
-    made = program(tmp_path, text, of_rank_1="FAKE_NCCL_FAIL='CommInitRankConfig'")
-    assert run(2, made).stdout.count("right;") == 2
+    script = program(tmp_path, text, of_rank_1="FAKE_NCCL_FAIL='CommInitRankConfig'")
+    assert run(2, script).stdout.count("right;") == 2
 
 
 def test_communicators(tmp_path):
-    """Each communicator has one of NCCL, which goes with it; on a communicator of one rank MPI carries all."""
+    """Each communicator of several ranks has one of NCCL, until it is freed. On one rank MPI carries all calls."""
     text = """
         for i in range(20):
             comm = MPI.COMM_WORLD.Dup() if i % 2 else MPI.COMM_WORLD.Split(rank % 2, -rank)
@@ -108,7 +110,7 @@ def test_communicators(tmp_path):
 
 
 def test_a_late_rank_is_reported(tmp_path):
-    """The host does not wait, so the report is that of the thread that follows what has been enqueued."""
+    """The host does not wait, so the report comes from the thread that follows the enqueued calls."""
     text = """
         f = jaxmpi.jit(lambda v: jaxmpi.allreduce(v, MPI.SUM))
         f(x).block_until_ready()
@@ -133,12 +135,12 @@ def test_different_calls(tmp_path):
 
 
 def test_a_start_and_a_call_at_once(tmp_path):
-    """They do not match, because MPI carries a start: the ranks compare them, too."""
+    """A start and a call do not match, because MPI carries the start: the ranks compare them, too."""
     text = """
         grid = jaxmpi.Grid(2, 16)
         field = grid.pad(jnp.zeros(grid.local_shape), 1)
         if rank == 1:
-            time.sleep(1)  # the other one waits for messages then
+            time.sleep(1)  # until rank 0 waits for messages
         (grid.exchange(field) if rank == 1 else grid.finish(grid.start(field))).block_until_ready()
     """
     done = run(2, program(tmp_path, text), check=False)
@@ -158,7 +160,7 @@ def test_the_log(tmp_path):
 
 
 def test_another_thread(tmp_path):
-    """Of arrays in CPU memory nobody knows the thread: Python refuses a communicator of another thread."""
+    """Python refuses another thread, because XLA chooses the thread of a call of arrays in CPU memory."""
     text = """
         import threading
         comm, texts = MPI.COMM_WORLD.Dup(), []
@@ -172,7 +174,7 @@ def test_another_thread(tmp_path):
 
 
 def test_an_error_of_the_network(tmp_path):
-    """NCCL reports it, and its kernel spins: the job ends."""
+    """NCCL reports the error, and the kernel of the call spins: the follower ends the job."""
     text = """
         f = jaxmpi.jit(lambda v: jaxmpi.allreduce(v, MPI.SUM))
         f(x).block_until_ready()
@@ -186,7 +188,7 @@ def test_an_error_of_the_network(tmp_path):
     assert "NCCL reports an error on rank 0 while a call is under way: an error of the fake (code 6)" in done.stderr
 
 
-def test_messages_get_on_while_ranks_meet(tmp_path):
+def test_messages_progress_while_ranks_meet(tmp_path):
     """Rank 0 has started a message and waits in NCCL for rank 1, which waits for the message."""
     text = """
         y = jnp.arange(4000.0) + rank
