@@ -209,7 +209,7 @@ static ffi_error *fail_made(const struct call *call, const char *function, int w
 /* Make the communicator of NCCL, together with all ranks. First wait for the earlier work of all streams, for two
  * reasons: NCCL allocates memory, and a driver may then wait for all streams; and this thread calls MPI, which an
  * operation that is left to a stream may call, too. */
-static ffi_error *make_comm(struct call *call, struct nccl *made) {
+static ffi_error *make_comm(struct call *call, struct nccl *own) {
   struct communicator *comm = call->comm;
   struct invitation invitation = {.code = 0};
   ncclConfig_t config = {.size = sizeof config,
@@ -230,9 +230,9 @@ static ffi_error *make_comm(struct call *call, struct nccl *made) {
   if (invitation.code != 0) return fail_made(call, "GetUniqueId", invitation.code, 0);
   call->function = "MPI_Allgather";
   if ((code = runtime.abi->worst(comm, 0, &worst, &rank)) != 0) return call_fail_mpi(call, code);
-  int mine = nccl.CommInitRankConfig(&made->handle, comm->size, invitation.id, comm->rank, &config);
+  int mine = nccl.CommInitRankConfig(&own->handle, comm->size, invitation.id, comm->rank, &config);
   if ((code = runtime.abi->worst(comm, mine, &worst, &rank)) == 0 && worst == 0) return NULL;
-  if (mine == 0) nccl.CommAbort(made->handle);
+  if (mine == 0) nccl.CommAbort(own->handle);
   if (code != 0) return call_fail_mpi(call, code);
   return fail_made(call, "CommInitRankConfig", worst, rank);
 }
@@ -241,12 +241,11 @@ static ffi_error *make_comm(struct call *call, struct nccl *made) {
 static ffi_error *find_comm(struct call *call, ncclComm_t *handle) {
   struct nccl *own = call->comm->nccl;
   if (own == NULL) {
-    struct nccl *made = malloc(sizeof *made);
-    if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory");
-    ffi_error *error = make_comm(call, made);
-    if (error != NULL) return free(made), error;
-    made->context = call->context;
-    own = call->comm->nccl = made;
+    if ((own = malloc(sizeof *own)) == NULL) return call_fail(call, FFI_INTERNAL, "no memory");
+    ffi_error *error = make_comm(call, own);
+    if (error != NULL) return free(own), error;
+    own->context = call->context;
+    call->comm->nccl = own;
   }
   *handle = own->handle;
   if (own->context == call->context) return NULL;
@@ -465,14 +464,14 @@ static ffi_error *nccl_enqueue(struct call *call) {
 
 /* Make the stream, and pinned memory of at least `bytes`. Return 0 or the driver's code. */
 static int host_reserve(size_t bytes) {
-  void *made = NULL;
+  void *stream = NULL, *pinned = NULL;
   int code = 0;
-  if (host.stream == NULL && (code = space->stream_make(&made)) == 0) host.stream = made;
+  if (host.stream == NULL && (code = space->stream_make(&stream)) == 0) host.stream = stream;
   if (code != 0 || bytes <= host.capacity) return code;
   size_t capacity = memory_doubled(host.capacity, bytes);
-  if ((code = space->pin(&made, capacity)) != 0) return code;
+  if ((code = space->pin(&pinned, capacity)) != 0) return code;
   if (host.pinned != NULL) space->unpin(host.pinned); /* no call uses it, because each call waits for its end */
-  host.pinned = made, host.capacity = capacity;
+  host.pinned = pinned, host.capacity = capacity;
   return 0;
 }
 
