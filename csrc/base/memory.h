@@ -49,8 +49,8 @@ struct memory {
   const char *(*load)(void *library);
   int (*count)(int *devices); /* devices that this process may use */
 
-  int (*context)(void *stream, void **context); /* of a stream of XLA's */
-  int (*first_context)(void **context);         /* of the first device that this process may use */
+  int (*context)(void *stream, void **context);      /* of a stream of XLA's */
+  int (*device_context)(int device, void **context); /* of a device, by the driver's number */
   int (*enter)(void *context, void **previous);
   int (*leave)(void *previous);
 
@@ -63,7 +63,7 @@ struct memory {
   int (*copy)(void *to, const void *from, size_t bytes, void *stream);
   int (*zero)(void *device, size_t bytes, void *stream);
   /* A host function, which must not call the driver. NULL: streams take none, and there are no flags, no
-   * `first_context` and no `event_done`. */
+   * `device_context` and no `event_done`. */
   int (*call)(void *stream, void (*function)(void *), void *data);
 
   /* Flags: words of memory that host code and streams access, for values up to INT32_MAX. `has_flags`: the driver has
@@ -98,7 +98,7 @@ struct memory {
   .event_make = event_make, .event_free = event_free, .event_record = event_record,                   \
   .event_synchronize = event_synchronize, .text = text
 #define MEMORY_CALLS                                                                                    \
-  .first_context = first_context, .event_done = event_done, .call = call, .has_flags = has_flags,       \
+  .device_context = device_context, .event_done = event_done, .call = call, .has_flags = has_flags,     \
   .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free, .flag_write = flag_write, \
   .flag_wait = flag_wait
 

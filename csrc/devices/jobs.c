@@ -151,7 +151,7 @@ static struct job *next_job(void) {
   while (!turn_has_come(jobs.first)) {
     if (jobs.first == NULL && waited >= SPIN) {
       pthread_cond_wait(&jobs.posted, &jobs.lock);
-      begun = seconds_now();
+      begun = seconds_now(), waited = 0;
     }
     pthread_mutex_unlock(&jobs.lock);
     pause_after(waited);

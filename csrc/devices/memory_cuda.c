@@ -44,10 +44,10 @@ static int count(int *devices) {
 
 static int context(void *stream, void **result) { return CALL(cuStreamGetCtx, stream, (CUcontext *)result); }
 
-static int first_context(void **result) {
+static int device_context(int number, void **result) {
   CUdevice device = 0;
   int code = CALL(cuInit, 0);
-  if (code == 0) code = CALL(cuDeviceGet, &device, 0);
+  if (code == 0) code = CALL(cuDeviceGet, &device, number);
   return code != 0 ? code : CALL(cuDevicePrimaryCtxRetain, (CUcontext *)result, device);
 }
 

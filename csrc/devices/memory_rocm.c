@@ -57,10 +57,9 @@ static int context(void *stream, void **result) {
   return code;
 }
 
-static int first_context(void **result) {
-  int code = CALL(hipInit, 0);
-  *result = NULL; /* device 0 */
-  return code;
+static int device_context(int device, void **result) {
+  *result = (void *)(intptr_t)device;
+  return CALL(hipInit, 0);
 }
 
 static int enter(void *entered, void **previous) {

@@ -46,6 +46,7 @@ static struct functions {
 } nccl;
 
 static const struct memory *space; /* NCCL serves the devices of this memory space */
+static int first_device;           /* the number of JAX's first device among them */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* The communicator of NCCL that belongs to a communicator of MPI. */
@@ -70,11 +71,11 @@ static ffi_error *fail_nccl(const struct call *call, const char *function, int c
 
 /* --- the calls that have been enqueued, oldest first --- */
 
-/* The follower leaves a call out if FOLLOWED earlier calls have not ended. */
+/* The host waits if FOLLOWED calls have not ended, so that the follower can report each call. */
 enum { FOLLOWED = 64, LEAST_PAUSE = 20000, MOST_PAUSE = 1000000 /* nanoseconds */, PAUSES_TO_ASK = 1000 };
 static struct {
   pthread_mutex_t lock;
-  pthread_cond_t wake;
+  pthread_cond_t wake, ended; /* there is something to follow; a call has ended */
   pthread_t thread;
   pid_t process; /* the process that has started the thread; 0: no process has */
   bool ending, enqueuing;
@@ -85,7 +86,7 @@ static struct {
     int64_t summary[SUMMARY_WORDS];
     int words;
   } calls[FOLLOWED];
-} follower = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
+} follower = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .ended = PTHREAD_COND_INITIALIZER};
 
 /* Pause, and let MPI progress. Return whether the follower must go on. */
 static bool pause_awhile(long nanoseconds) {
@@ -141,7 +142,9 @@ static void *run_follower(void *unused) {
     else
       follow(call);
     pthread_mutex_lock(&follower.lock);
-    if (!none) follower.first++;
+    if (none) continue;
+    follower.first++;
+    pthread_cond_broadcast(&follower.ended);
   }
   pthread_mutex_unlock(&follower.lock);
   return unused;
@@ -154,6 +157,14 @@ static void note_enqueuing(bool begins) {
   follower.enqueuing = begins;
   if (begins && follower.process == 0 && thread_start(&follower.thread, run_follower) == 0) follower.process = getpid();
   if (begins) pthread_cond_signal(&follower.wake);
+  pthread_mutex_unlock(&follower.lock);
+}
+
+/* Wait until the follower has a place for one more call. */
+static void await_place(void) {
+  pthread_mutex_lock(&follower.lock);
+  while (follower.next - follower.first == FOLLOWED && follower.process == getpid() && !follower.ending)
+    pthread_cond_wait(&follower.ended, &follower.lock);
   pthread_mutex_unlock(&follower.lock);
 }
 
@@ -452,6 +463,7 @@ static ffi_error *nccl_enqueue(struct call *call) {
         "thread, or set JAXMPI_DEVICE_TRANSPORT=auto, which leaves NCCL out");
   call->function = "NCCL";
   if (call->log.on) log_begin(call, "in the stream's order, %s, with", call->operation->id);
+  await_place();
   pthread_mutex_lock(&lock);
   note_enqueuing(true);
   ffi_error *error = enqueue_locked(call);
@@ -467,7 +479,7 @@ static int host_reserve(size_t bytes) {
   void *stream = NULL, *pinned = NULL;
   int code = 0;
   if (host.stream == NULL && (code = space->stream_make(&stream)) == 0) host.stream = stream;
-  if (code != 0 || bytes <= host.capacity) return code;
+  if (code != 0 || (host.pinned != NULL && bytes <= host.capacity)) return code;
   size_t capacity = memory_doubled(host.capacity, bytes);
   if ((code = space->pin(&pinned, capacity)) != 0) return code;
   if (host.pinned != NULL) space->unpin(host.pinned); /* no call uses it, because each call waits for its end */
@@ -521,7 +533,7 @@ static ffi_error *pass_arrays(struct call *call) {
   struct call arrays, joined;
   call_copy(&arrays, here);
   arrays.memory = space;
-  TRY_DRIVER(&arrays, host_reserve(bytes_in_all(&arrays) + 1));
+  TRY_DRIVER(&arrays, host_reserve(bytes_in_all(&arrays)));
   give_places(&arrays);
   copy_arrays(here, &arrays, false);
   struct call *there = &arrays;
@@ -542,7 +554,7 @@ static ffi_error *pass_messages(struct call *call, const struct plan *plan) {
   if (error != NULL) return error;
   call_copy(&there, call);
   there.memory = space;
-  TRY_DRIVER(&there, host_reserve((size_t)(plan->sent + plan->received) + 1));
+  TRY_DRIVER(&there, host_reserve((size_t)(plan->sent + plan->received)));
   char *stage = host.pinned;
   int next = 0;
   for (int i = 0; i < plan->send_count; i++) {
@@ -567,13 +579,14 @@ static ffi_error *pass_messages(struct call *call, const struct plan *plan) {
 }
 
 /* Execute a call of arrays in CPU memory on the device of the communicator. Before the first call, this is the first
- * device that this process may use. Under the lock of `host`. */
+ * device that JAX uses. Under the lock of `host`. */
 static ffi_error *run_entered(struct call *call) {
   struct call of_device;
   void *previous, *context = host.context;
   call_copy(&of_device, call);
   of_device.memory = space;
-  if (host.stream == NULL && call->comm->nccl == NULL) TRY_DRIVER(&of_device, space->first_context(&context));
+  if (host.stream == NULL && call->comm->nccl == NULL)
+    TRY_DRIVER(&of_device, space->device_context(first_device, &context));
   if (call->comm->nccl != NULL) context = call->comm->nccl->context;
   if (host.stream != NULL && host.context != context)
     return call_fail(call, FFI_FAILED_PRECONDITION,
@@ -601,6 +614,7 @@ void nccl_finish(void) {
   pthread_mutex_lock(&follower.lock);
   follower.ending = true;
   pthread_cond_signal(&follower.wake);
+  pthread_cond_broadcast(&follower.ended);
   pthread_mutex_unlock(&follower.lock);
   if (follower.process != 0) pthread_join(follower.thread, NULL);
   follower.process = 0;
@@ -628,7 +642,7 @@ void nccl_finish(void) {
   host.pinned = NULL, host.capacity = 0;
 }
 
-int nccl_open(const struct memory *memory, const char *path, char *why, size_t size) {
+int nccl_open(const struct memory *memory, int device, const char *path, char *why, size_t size) {
   static const struct symbol symbols[] = {
 #define FUNCTION(name, parameters) {"nccl" #name, offsetof(struct functions, name), true},
 #include "devices/nccl.def"
@@ -648,6 +662,7 @@ int nccl_open(const struct memory *memory, const char *path, char *why, size_t s
                     version % 100),
            0;
   space = memory;
+  first_device = device;
   runtime.enqueue = nccl_enqueue;
   return version;
 }

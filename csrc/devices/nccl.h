@@ -1,9 +1,10 @@
 /* NCCL, and RCCL on AMD's devices: an engine that carries collectives in the order of XLA's stream.
  *
- * The host enqueues a call on the stream and does not wait. MPI has no part in the call. All ranks of a communicator
- * must use the same engine for a call, and a rank does not ask the others. So the engine depends on the communicator,
- * the row of ops.def, the reduction and the dtype alone, which are the same on all ranks: call_is_by_nccl. An array in
- * CPU memory goes by NCCL, too, through pinned memory, and the host waits until the call has ended.
+ * The host enqueues a call on the stream, and waits only if 64 calls have not ended. MPI has no part in the call. All
+ * ranks of a communicator must use the same engine for a call, and a rank does not ask the others. So the engine
+ * depends on the communicator, the row of ops.def, the reduction and the dtype alone, which are the same on all ranks:
+ * call_is_by_nccl. An array in CPU memory goes by NCCL, too, through pinned memory, and the host waits until the call
+ * has ended.
  *
  * A call of NCCL waits for its peers inside the device's stream. Each rank executes its calls, by either engine, in the
  * order of the program, as if every collective synchronized, which MPI allows. So a program of one thread that is right
@@ -31,9 +32,10 @@
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* Load NCCL for the devices of `memory`, from `path`, and set runtime.enqueue. Return the version, 21805 for 2.18.5, or
- * 0 if NCCL cannot be used: `why` gets the reason. */
-int nccl_open(const struct memory *memory, const char *path, char *why, size_t size);
+/* Load NCCL for the devices of `memory`, from `path`, and set runtime.enqueue. `device`: the number of the first device
+ * that JAX uses; calls of arrays in CPU memory use it unless an earlier call has chosen one. Return the version, 21805
+ * for 2.18.5, or 0 if NCCL cannot be used: `why` gets the reason. */
+int nccl_open(const struct memory *memory, int device, const char *path, char *why, size_t size);
 
 /* Execute a call whose arrays are in CPU memory. */
 ffi_error *nccl_run_host(struct call *call);

@@ -144,15 +144,17 @@ static PyObject *driver_loaded(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(ar
   return PyBool_FromLong(loaded);
 }
 
-/* Load NCCL for a platform from a file. Return the version, 21805 for 2.18.5, or a text: why it cannot be used. */
+/* open_nccl(platform, device, path): load NCCL from a file; `device`: the number of JAX's first device. Return the
+ * version, 21805 for 2.18.5, or a text: why it cannot be used. */
 static PyObject *open_nccl(PyObject *Py_UNUSED(self), PyObject *args) {
   const char *platform, *path;
+  int device;
   char why[512];
-  if (!PyArg_ParseTuple(args, "ss", &platform, &path)) return NULL;
+  if (!PyArg_ParseTuple(args, "sis", &platform, &device, &path)) return NULL;
   const struct memory *space = space_of(platform);
   if (space == NULL || space->host || memory_open(space) != NULL)
     return PyErr_Format(PyExc_ValueError, "there is no driver of %s", platform);
-  int version = nccl_open(space, path, why, sizeof why);
+  int version = nccl_open(space, device, path, why, sizeof why);
   return version > 0 ? PyLong_FromLong(version) : PyUnicode_FromString(why);
 }
 

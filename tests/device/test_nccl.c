@@ -46,7 +46,7 @@ static void open_nccl(void) {
   char why[256] = "";
   const char *path = getenv("FAKE_NCCL");
   if (nccl != NULL) return;
-  if (!CHECK_EQUAL(nccl_open(space, path, why, sizeof why), VERSION)) printf("%s\n", why);
+  if (!CHECK_EQUAL(nccl_open(space, 0, path, why, sizeof why), VERSION)) printf("%s\n", why);
   struct fake_nccl *(*get)(void) = NULL;
   void *symbol = dlsym(dlopen(path, RTLD_NOW), "fake_nccl");
   memcpy(&get, &symbol, sizeof get);
@@ -278,6 +278,32 @@ TEST(a_call_waits_for_the_one_before_on_another_stream) {
   driver->release(a), driver->release(b), driver->release(c);
 }
 
+/* Let a stream of 64 calls that have not ended go on, and return how many there are then. */
+static void *let_go_on(void *at_most) {
+  struct timespec pause = {0, 20000000};
+  while (nccl->outstanding < 64) nanosleep(&pause, NULL);
+  nanosleep(&pause, NULL);
+  *(int *)at_most = nccl->outstanding;
+  driver->block(xla_stream, false);
+  return NULL;
+}
+
+/* The follower reports each call that does not end, so the host must not be further ahead than it can follow. */
+TEST(the_host_is_64_calls_ahead_at_most) {
+  char *a = driver->allocate(400);
+  int outstanding = 0;
+  pthread_t thread;
+  SUCCEEDS(give_sum(served(0, 2), a, a));
+  driver->synchronize(xla_stream);
+  driver->block(xla_stream, true);
+  CHECK_EQUAL(pthread_create(&thread, NULL, let_go_on, &outstanding), 0);
+  for (int i = 0; i < 100; i++) SUCCEEDS(give_sum(served(0, 2), a, a));
+  pthread_join(thread, NULL);
+  CHECK_EQUAL(outstanding, 64);
+  CHECK_EQUAL(driver->synchronize(xla_stream), 0);
+  driver->release(a);
+}
+
 /* --- communicators --- */
 
 static struct communicator *fresh(void) {
@@ -413,19 +439,40 @@ TEST(another_thread_gets_an_error) {
 
 /* --- opening --- */
 
+/* Arrays of the host go to the device that JAX uses, which need not be the driver's first. */
+TEST(the_device_of_jax) {
+  char why[256];
+  setenv("FAKE_DEVICES", "2", 1);
+  nccl_finish();
+  CHECK_EQUAL(nccl_open(space, 1, getenv("FAKE_NCCL"), why, sizeof why), VERSION);
+  void *of_first = xla_stream;
+  driver->device = 1;
+  void *of_second = driver->stream();
+  driver->device = 0;
+  struct communicator *comm = fresh();
+  SUCCEEDS(sum_here(comm));
+  FAILS(sum_there(comm), FFI_FAILED_PRECONDITION, "These arrays are on another one");
+  xla_stream = of_second;
+  SUCCEEDS(sum_there(comm));
+  xla_stream = of_first;
+  fake->comm_free(comm->handle);
+  nccl_finish();
+  CHECK_EQUAL(nccl_open(space, 0, getenv("FAKE_NCCL"), why, sizeof why), VERSION);
+}
+
 TEST(libraries_that_cannot_be_used) {
   char why[256];
-  CHECK_EQUAL(nccl_open(space, "libnowhere.so", why, sizeof why), 0);
+  CHECK_EQUAL(nccl_open(space, 0, "libnowhere.so", why, sizeof why), 0);
   CHECK(strstr(why, "libnowhere.so cannot be loaded") != NULL);
-  CHECK_EQUAL(nccl_open(space, getenv("FAKE_DRIVER"), why, sizeof why), 0);
+  CHECK_EQUAL(nccl_open(space, 0, getenv("FAKE_DRIVER"), why, sizeof why), 0);
   CHECK(strstr(why, "has no nccl") != NULL);
   setenv("FAKE_NCCL_VERSION", "21705", 1);
-  CHECK_EQUAL(nccl_open(space, getenv("FAKE_NCCL"), why, sizeof why), 0);
+  CHECK_EQUAL(nccl_open(space, 0, getenv("FAKE_NCCL"), why, sizeof why), 0);
   CHECK(strstr(why, "is NCCL 2.17.5: install 2.18 or later") != NULL);
   unsetenv("FAKE_NCCL_VERSION");
   setenv("FAKE_NCCL_FAIL", "GetVersion", 1);
-  CHECK_EQUAL(nccl_open(space, getenv("FAKE_NCCL"), why, sizeof why), 0);
+  CHECK_EQUAL(nccl_open(space, 0, getenv("FAKE_NCCL"), why, sizeof why), 0);
   CHECK(strstr(why, "ncclGetVersion") != NULL);
   unsetenv("FAKE_NCCL_FAIL");
-  CHECK_EQUAL(nccl_open(space, getenv("FAKE_NCCL"), why, sizeof why), VERSION);
+  CHECK_EQUAL(nccl_open(space, 0, getenv("FAKE_NCCL"), why, sizeof why), VERSION);
 }

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 from mpi4py import MPI
 
 import jaxmpi._core as _core
@@ -174,6 +175,13 @@ def _libraries(platform: str) -> list[str]:
     return [*filter(os.path.exists, paths), "libnccl.so.2"]
 
 
+def _first_device(platform: str) -> int:
+    """Return the driver's number of the first device that JAX uses: the launcher, or the user, may have chosen some."""
+    visible = jax.config.read(f"jax_{JAX_NAMES[platform]}_visible_devices")
+    first = visible.split(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
 def _nccl(platforms: Sequence[str], aware: bool, survives: bool) -> Nccl:
     """Load NCCL for the platform of this rank, unless there is a reason not to use it."""
     served = [platform for platform in platforms if platform in ("CUDA", "ROCM")]
@@ -185,7 +193,7 @@ def _nccl(platforms: Sequence[str], aware: bool, survives: bool) -> Nccl:
             return Nccl(refusal)
     reasons = []
     for path in _libraries(platform):
-        answer = _core.open_nccl(platform, path)
+        answer = _core.open_nccl(platform, _first_device(platform), path)
         if isinstance(answer, int):
             return Nccl(0, answer, rccl=platform == "ROCM")
         reasons.append(answer)
