@@ -323,6 +323,29 @@ def test_custom_jvp_of_a_constant_whose_rule_alone_communicates(places, rank, si
     each(places, lambda place: np.testing.assert_allclose(found[place], expected[place], rtol=1e-12))
 
 
+def of_forward_rule(forward):
+    function = jax.custom_vjp(identity)
+    function.defvjp(forward, passed_back)
+    return function
+
+
+def identity(x):
+    return x
+
+
+def passed_back(_, cotangent):
+    return (cotangent,)
+
+
+def test_custom_vjp_of_functions_that_differ_in_the_forward_rule(rank, size):
+    """What is known of one says nothing of the other. On rank 0 they are called with a constant."""
+    quiet = of_forward_rule(lambda x: (x, None))
+    sums = of_forward_rule(lambda x: (jaxmpi.allreduce(x, MPI.SUM), None))
+    for function, total in ((quiet, rank + 1.0), (sums, sum(range(1, size + 1)))):
+        value, gradient = jax.value_and_grad(lambda x, f=function: f(jnp.asarray(1.0) if rank == 0 else x))(rank + 1.0)
+        assert (value, gradient) == (total, rank > 0)
+
+
 @jax.custom_jvp
 def without_derivative(x):
     return jnp.round(x)

@@ -44,7 +44,7 @@ def differentiate_custom_jvp(
     inputs_of(trace)  # closes the list: later values are not differentiated inputs
     possible = internals.inexact_among(tracers)
     lacking = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
-    answer = _ask(trace, tracers, function, rule, communicates) if lacking or inside_higher_order.get() else False
+    answer = _ask(trace, tracers, (function, rule), communicates) if lacking or inside_higher_order.get() else False
     if answer:
         tracers = make_operands_depend(
             trace, tracers, _refuse_if_none(possible), "a function with jax.custom_jvp", False
@@ -84,7 +84,7 @@ def differentiate_custom_vjp(
     called = has_tangent(trace, tracers)
     answer: bool | None = False
     if not called or inside_higher_order.get():
-        answer = _ask(trace, tracers, function, backward, communicates, called)
+        answer = _ask(trace, tracers, (function, forward, backward), communicates, called)
     if not answer:
         with during(cannot_be_traced, answer is None and not called):
             return call(tracers)
@@ -97,14 +97,14 @@ def differentiate_custom_vjp(
 
 
 def _ask(
-    trace: Any, tracers: Sequence[Any], function: Any, rule: Any, communicates: Callable[[list[Any]], bool], *also: bool
+    trace: Any, tracers: Sequence[Any], functions: Sequence[Any], communicates: Callable[[list[Any]], bool], *also: bool
 ) -> bool | None:
-    """Return whether a function or the rule communicates; None if tracing fails. Cache the answers of `communicates`.
+    """Return whether a function or a rule communicates; None if tracing fails. Cache the answers of `communicates`.
 
     `also`: facts on which the answer depends beside the types of the operands.
     """
     avals = [jax.typeof(x) for x in tracers]
-    answers, key = _answers_for(function, rule, [*also, *avals])
+    answers, key = _answers_for(functions, [*also, *avals])
     if (answer := answers.get(key)) is None:
         with core.set_current_trace(trace.parent_trace):
             try:
@@ -117,18 +117,22 @@ def _ask(
     return answer
 
 
-def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
-    """Return the cached answers for a function and a rule, and the key for these operands. Return a new, empty cache if
-    the answer may depend on more than the operands and their structure."""
-    structure = [x for _, params in function.transforms for x in params]
+def _answers_for(functions: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the cached answers for a function and the rules, and the key for these operands. Return a new, empty cache
+    if the answer may depend on more than the operands and their structure."""
+    structure = [x for _, params in functions[0].transforms for x in params]
     if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
         with contextlib.suppress(TypeError):  # some functions cannot be referenced weakly
-            answers = _answers.setdefault(rule.f, weakref.WeakKeyDictionary()).setdefault(function.f, {})
-            return answers, (*structure, *operands)
+            *others, last = (function.f for function in functions)
+            answers: Any = _answers
+            for function in others:
+                answers = answers.setdefault(function, weakref.WeakKeyDictionary())
+            return answers.setdefault(last, {}), (*structure, *operands)
     return {}, None
 
 
 _answers: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""The answers, by the function, then by one rule after the other."""
 
 
 def _refuse_if_none(possible: list[int]) -> list[int]:
