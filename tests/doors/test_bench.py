@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from jaxmpi import bench
 from jaxmpi._bench import data, operations, options, report
 from jaxmpi._bench.operations import OPERATIONS, Case
-from jaxmpi._bench.timing import Sample, ratio, take_turns
+from jaxmpi._bench.timing import Sample, is_donated, ratio, take_turns
 from jaxmpi_launch import mpiexec
 from support.launch import launch
 from support.rows import each, row_by_row, rows
@@ -369,6 +370,17 @@ def test_turns(rank, size):
         "other": Sample([9.0 + size, 19.0 + size], 6 * size),
     }
     assert order == ["one", "other", "other", "one", "one", "other"]
+
+
+@pytest.mark.alone
+def test_memory_that_calls_take_over():
+    """The time has no release of a result that lies in the memory of the data."""
+    for takes_over in (True, False):
+        x = {"a": jnp.ones(3), "b": jnp.ones(4)}
+        jax.jit(lambda x: jax.tree.map(lambda y: 2 * y, x), donate_argnums=0 if takes_over else ())(x)
+        assert is_donated(x) == takes_over
+    assert not is_donated(np.ones(3))
+    assert not is_donated(None)
 
 
 @pytest.mark.alone

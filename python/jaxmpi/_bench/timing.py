@@ -38,14 +38,14 @@ class Batch:
         result = self.run(data)
         seconds = time.perf_counter() - begin
         wrong = self.wrong(turn, result)
-        if not _is_donated(data):  # the calls pay for the release of the last result, as for that of all others
+        if not is_donated(data):  # the calls pay for the release of the last result, as for that of all others
             begin = time.perf_counter()
             del result
             seconds += time.perf_counter() - begin
         return seconds / self.calls, int(wrong)
 
 
-def _is_donated(data: Any) -> bool:
+def is_donated(data: Any) -> bool:
     """Return whether the calls have put the result into the memory of the data, so that they make and release none."""
     leaves = jax.tree.leaves(data)
     return bool(leaves) and all(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
