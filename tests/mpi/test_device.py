@@ -199,7 +199,7 @@ def test_choice_of_devices(monkeypatch):
         monkeypatch.setattr(devices._core, "drivers", lambda: drivers)
         monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
         monkeypatch.setattr(devices._core, "flags", lambda: answers["flags"])
-        monkeypatch.setattr(devices._core, "open_nccl", lambda platform, path: answers["nccl"])
+        monkeypatch.setattr(devices._core, "open_nccl", lambda platform, device, path: answers["nccl"])
         monkeypatch.setattr(devices.MPI, "Get_library_version", lambda: MPICH)
         monkeypatch.setattr(devices, "_libraries", lambda platform: ["library"])
         count = lambda platform: answers["counts"][platform]  # noqa: E731 ; a KeyError if no driver may be asked
@@ -216,6 +216,13 @@ def test_choice_of_devices(monkeypatch):
         assert chosen == {"because": chosen["because"], **expected}
 
     each(CHOICES, check)
+
+
+def test_first_device(monkeypatch):
+    """The first device that JAX uses, by the driver's number: the launcher gives each rank another one."""
+    for visible, first in (("all", 0), ("2", 2), ("1,0", 1), (" 3, 1", 3)):
+        monkeypatch.setattr(devices.jax.config, "read", {"jax_rocm_visible_devices": visible}.get)
+        assert devices._first_device("ROCM") == first
 
 
 def test_a_second_mpi(monkeypatch):
