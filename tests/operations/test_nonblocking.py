@@ -766,8 +766,8 @@ def test_never_waited_for(script):
     assert "ABORT" not in done.stderr
     for rank in (0, 1):
         started = (
-            ("irecv", 13), ("iallreduce of 3", 14), ("Grid.start of 6", 20), ("isend of 3", 21), ("isend of 4", 21),
-            ("iallreduce of 5 float32, op user-defined", 29),
+            ("irecv", 12), ("iallreduce of 3", 13), ("Grid.start of 6", 19), ("isend of 3", 20), ("isend of 4", 20),
+            ("iallreduce of 5 float32, op user-defined", 28),
         )  # fmt: skip
         for what, line in started:
             told = [text for text in done.stderr.splitlines() if f"rank {rank} has never waited for {what}" in text]
