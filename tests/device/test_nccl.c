@@ -278,12 +278,12 @@ TEST(a_call_waits_for_the_one_before_on_another_stream) {
   driver->release(a), driver->release(b), driver->release(c);
 }
 
-/* Let a stream of 64 calls that have not ended go on, and return how many there are then. */
-static void *let_go_on(void *at_most) {
+/* Wait until 64 calls have not ended, store how many there are a moment later, and let the stream go on. */
+static void *let_go_on(void *outstanding) {
   struct timespec pause = {0, 20000000};
   while (nccl->outstanding < 64) nanosleep(&pause, NULL);
   nanosleep(&pause, NULL);
-  *(int *)at_most = nccl->outstanding;
+  *(int *)outstanding = nccl->outstanding;
   driver->block(xla_stream, false);
   return NULL;
 }

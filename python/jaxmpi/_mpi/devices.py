@@ -191,9 +191,9 @@ def _nccl(platforms: Sequence[str], aware: bool, survives: bool) -> Nccl:
     for refusal, holds in ((3, aware), (4, survives), (5, MPI.Query_thread() < MPI.THREAD_MULTIPLE)):
         if holds:
             return Nccl(refusal)
-    reasons = []
+    device, reasons = _first_device(platform), []
     for path in _libraries(platform):
-        answer = _core.open_nccl(platform, _first_device(platform), path)
+        answer = _core.open_nccl(platform, device, path)
         if isinstance(answer, int):
             return Nccl(0, answer, rccl=platform == "ROCM")
         reasons.append(answer)
